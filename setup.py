@@ -27,7 +27,9 @@ class PathFile:
 
     def __call__(self, wheel: Any, _files: Any, _mapping: Any) -> None:
         """Write the file into the wheel."""
-        wheel.writestr(f"__editable__.{self.name}.pth", "".join(f"{folder}\n" for folder in FOLDERS))
+        wheel.writestr(
+            f"__editable__.{self.name}.pth", "".join(f"{folder}\n" for folder in FOLDERS)
+        )
 
 
 class EditableWheel(editable_wheel):
@@ -39,7 +41,9 @@ class EditableWheel(editable_wheel):
 
 def read_me() -> str:
     """Return README.md for a package index, without its pictures and links to files of the repository."""
-    text = re.sub(r"!\[[^\]]*\]\((?![a-z]+:)[^)]*\)\n*", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = re.sub(
+        r"!\[[^\]]*\]\((?![a-z]+:)[^)]*\)\n*", "", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     return re.sub(r"\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
 
 

@@ -65,7 +65,8 @@ class Problem:
         generator = torch.Generator().manual_seed(self.mesh["dp"].get_local_rank())
         size = self.shape.batch, self.shape.context
         self.tokens, self.targets = (
-            torch.randint(0, self.shape.vocabulary, size, generator=generator).to(device()) for _ in range(2)
+            torch.randint(0, self.shape.vocabulary, size, generator=generator).to(device())
+            for _ in range(2)
         )
 
     def model(self) -> Decoder:
@@ -74,7 +75,9 @@ class Problem:
         with torch.device(device()):
             return Decoder(self.shape).to(self.dtype)
 
-    def backward(self, model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+    def backward(
+        self, model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor
+    ) -> Tensor:
         """Run forward and backward, and return the loss."""
         with torch.autocast(device().type, dtype=torch.bfloat16, enabled=self.autocast):
             logits = model(tokens)
@@ -85,13 +88,17 @@ class Problem:
 
 def shape_of(args: argparse.Namespace) -> Shape:
     """Return the model of the command line."""
-    given = {name: getattr(args, name) for name in ("layers", "batch", "context") if getattr(args, name)}
+    given = {
+        name: getattr(args, name) for name in ("layers", "batch", "context") if getattr(args, name)
+    }
     return dataclasses.replace(SIZES[args.size], **given)
 
 
 def mesh_of(args: argparse.Namespace) -> DeviceMesh:
     """Return a mesh of all ranks, once for all arms: its communicators stay."""
-    return init_device_mesh(device().type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(
+        device().type, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp")
+    )
 
 
 def trained(problem: Problem, **kwargs: Any) -> Step:
@@ -167,7 +174,9 @@ ARMS = [*STOCK, *OURS]
 
 
 @contextlib.contextmanager
-def built(name: str, problem: Problem) -> Iterator[tuple[Step, Callable[[], dict[str, dict[str, Any]]]]]:
+def built(
+    name: str, problem: Problem
+) -> Iterator[tuple[Step, Callable[[], dict[str, dict[str, Any]]]]]:
     """Build an arm's step with its features applied, and a function that returns the features' state."""
     if name in STOCK:
         yield STOCK[name](problem), dict
@@ -182,8 +191,15 @@ def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, A
     for name in names:
         now, then = ovpatch.report()[name], before[name].counters
         counted = {counter: count - then[counter] for counter, count in now.counters.items()}
-        remarks = [remark for remark in now.remarks if remark not in chosen]  # those the result has for all arms
-        found[name] = {"state": now.state, "reason": now.reason, "counters": counted, "remarks": remarks}
+        remarks = [
+            remark for remark in now.remarks if remark not in chosen
+        ]  # those the result has for all arms
+        found[name] = {
+            "state": now.state,
+            "reason": now.reason,
+            "counters": counted,
+            "remarks": remarks,
+        }
     return found
 
 
@@ -211,18 +227,26 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
 def speed(ms: float, args: argparse.Namespace) -> dict[str, Any]:
     """Return TFLOP/s per GPU, and the share of its peak, None where the peak is unknown."""
     tflops = args.flops / ms / 1e9
-    return {"tflops": round(tflops, 1), "mfu": round(tflops / args.peak_tflops, 3) if args.peak_tflops else None}
+    return {
+        "tflops": round(tflops, 1),
+        "mfu": round(tflops / args.peak_tflops, 3) if args.peak_tflops else None,
+    }
 
 
 def compared(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """Return a table of the arms, against stock and against no overlap."""
     arms = {name: merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)}
     losses = {row["arm"]: row["loss"] for row in rows}
-    lines = [f"\n{'arm':28}{'ms':>10}{'TFLOP/s':>9}{'MFU':>7}{'/ stock':>9}{'/ none':>8}{'GiB':>8}{'loss':>9}"]
+    lines = [
+        f"\n{'arm':28}{'ms':>10}{'TFLOP/s':>9}{'MFU':>7}{'/ stock':>9}{'/ none':>8}{'GiB':>8}{'loss':>9}"
+    ]
     for name, row in arms.items():
         ms, fast = row["median_ms"], speed(row["median_ms"], args)
         mfu = "" if fast["mfu"] is None else f"{fast['mfu']:.1%}"
-        ratios = [f"{arms[peer]['median_ms'] / ms:.3f}" if peer in arms else "" for peer in ("stock", NONE)]
+        ratios = [
+            f"{arms[peer]['median_ms'] / ms:.3f}" if peer in arms else ""
+            for peer in ("stock", NONE)
+        ]
         lines.append(
             f"{name:28}{ms:10.2f}{fast['tflops']:9.1f}{mfu:>7}{ratios[0]:>9}{ratios[1]:>8}"
             f"{row['peak_gib']:8.2f}{losses[name]:9.4f}"
@@ -247,13 +271,26 @@ DIVIDED = ("heads", "groups", "hidden", "vocabulary", "context")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--size", choices=SIZES, default="8b")
-    made.add_argument("--tp", type=int, default=4, help="ranks that share a model; the others are data parallel")
+    made.add_argument(
+        "--tp", type=int, default=4, help="ranks that share a model; the others are data parallel"
+    )
     made.add_argument("--layers", type=int, help="blocks, if not as many as the size has")
-    made.add_argument("--context", type=int, help="tokens of a sequence, if not as many as the size has")
-    made.add_argument("--batch", type=int, help="sequences in a step and replica, if not as many as the size has")
-    made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights; fp32: autocast to bf16")
+    made.add_argument(
+        "--context", type=int, help="tokens of a sequence, if not as many as the size has"
+    )
+    made.add_argument(
+        "--batch", type=int, help="sequences in a step and replica, if not as many as the size has"
+    )
+    made.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of weights; fp32: autocast to bf16",
+    )
     made.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     add_timing(made, rounds=2)
     return made
@@ -264,7 +301,11 @@ def objection(args: argparse.Namespace, world: int) -> str:
     if args.tp < 1 or world % args.tp:
         return f"--tp {args.tp} does not divide {world} processes; start a multiple of it"
     uneven = [name for name in DIVIDED if getattr(shape_of(args), name) % args.tp]
-    return f"--tp {args.tp} does not divide the model's {', '.join(uneven)}; give one that does" if uneven else ""
+    return (
+        f"--tp {args.tp} does not divide the model's {', '.join(uneven)}; give one that does"
+        if uneven
+        else ""
+    )
 
 
 def describe(args: argparse.Namespace) -> None:

@@ -120,12 +120,18 @@ def _communicator(*, zero_cta: bool) -> dist.ProcessGroup:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--operation", choices=["all-gather", "reduce-scatter"], default="all-gather")
     made.add_argument("--mib", type=int, default=256 if CUDA else 1, help="of the full tensor")
     made.add_argument("--products", type=int, default=16, help="beside the collective")
     made.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    made.add_argument("--arms", nargs="*", default=["products alone", *WAYS] if CUDA else ["products alone", "NCCL"])
+    made.add_argument(
+        "--arms",
+        nargs="*",
+        default=["products alone", *WAYS] if CUDA else ["products alone", "NCCL"],
+    )
     add_timing(made, rounds=3)
     return made
 

@@ -56,13 +56,16 @@ def build(arm: dict[str, Any], args: argparse.Namespace) -> tuple[Callable[[], N
     with torch.device(device()):
         model = GPT(**SIZES[args.size])
     kwargs = {k: v for k, v in arm.items() if k in ("gradient_as_bucket_view", "bucket_cap_mb")}
-    wrapped = DistributedDataParallel(model, device_ids=[device().index] if CUDA else None, **kwargs)
+    wrapped = DistributedDataParallel(
+        model, device_ids=[device().index] if CUDA else None, **kwargs
+    )
     trained = torch.compile(wrapped) if args.compile else wrapped
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=CUDA)
     shape = (args.batch, SIZES[args.size]["context"])
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens, targets = (
-        torch.randint(0, SIZES[args.size]["vocabulary"], shape, generator=generator).to(device()) for _ in range(2)
+        torch.randint(0, SIZES[args.size]["vocabulary"], shape, generator=generator).to(device())
+        for _ in range(2)
     )
 
     def step() -> None:
@@ -132,7 +135,9 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run all arms and print a table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
@@ -142,7 +147,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--fp32", action="store_true", help="no autocast")
-    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    parser.add_argument(
+        "--json", type=Path, help="append the result to this file, one JSON object a line"
+    )
     args = parser.parse_args()
     start()
     rows = []
@@ -156,7 +163,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+def report(
+    args: argparse.Namespace, found: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> None:
     """Print the table and append the raw result."""
     columns = ["median_ms", "worst_ms", "peak_gib", "tflops", "mfu", "start_ms"]
     print(f"\n{'arm':32}" + "".join(f"{column:>11}" for column in columns))
@@ -165,7 +174,10 @@ def report(args: argparse.Namespace, found: list[dict[str, Any]], rows: list[dic
     if args.json:
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
         with args.json.open("a") as file:
-            file.write(json.dumps({**described("ddp_step", settings), "summary": found, "rows": rows}) + "\n")
+            file.write(
+                json.dumps({**described("ddp_step", settings), "summary": found, "rows": rows})
+                + "\n"
+            )
 
 
 if __name__ == "__main__":

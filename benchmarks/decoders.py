@@ -71,10 +71,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         if rotation is not None:
             q, k = rotated(q, rotation), rotated(k, rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.wo(y.transpose(1, 2).flatten(-2))
 
 
@@ -125,7 +130,11 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, length, vocabulary]`` of ``tokens``, ``[batch, length]`` of int64."""
-        x, rotation, places = self.tokens(tokens), None, torch.arange(tokens.shape[1], device=tokens.device)
+        x, rotation, places = (
+            self.tokens(tokens),
+            None,
+            torch.arange(tokens.shape[1], device=tokens.device),
+        )
         if self.positions is None:
             rotation = angles(places, self.shape.width // self.shape.heads)
         else:
@@ -175,18 +184,27 @@ def cut(model: Decoder, mesh: DeviceMesh) -> None:
     model_plan: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(
+            input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if model.positions is not None:
         model_plan["positions"] = RowwiseParallel(input_layouts=whole, output_layouts=Shard(0))
     block_plan: dict[str, Any] = {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(sequence, None), desired_input_layouts=(whole, None)
+        ),
         **{f"attention.w{name}": ColwiseParallel() for name in "qkv"},
         "attention.wo": RowwiseParallel(output_layouts=sequence),
         "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
-        **{f"feed_forward.{name}": ColwiseParallel() for name in (("w1", "w3") if model.shape.llama else ("w1",))},
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(sequence,), desired_input_layouts=(whole,)
+        ),
+        **{
+            f"feed_forward.{name}": ColwiseParallel()
+            for name in (("w1", "w3") if model.shape.llama else ("w1",))
+        },
         "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
     }
     parallelize_module(model, mesh, model_plan)

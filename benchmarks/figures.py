@@ -41,20 +41,31 @@ def steps() -> Figure:
     ours = [next(row for row in group[0]["summary"] if row["arm"] == "ovpatch") for group in runs]
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    ratios = [mine["median_ms"] / stock["median_ms"] * 100 for stock, mine in zip(best, ours, strict=True)]
+    ratios = [
+        mine["median_ms"] / stock["median_ms"] * 100 for stock, mine in zip(best, ours, strict=True)
+    ]
     bars = left.barh(names, ratios, color=OURS, height=0.6)
-    left.bar_label(bars, [f"{row['median_ms']:.1f} ms" for row in ours], label_type="center", color="white")
+    left.bar_label(
+        bars, [f"{row['median_ms']:.1f} ms" for row in ours], label_type="center", color="white"
+    )
     left.axvline(100, color=STOCK, linewidth=2)
     left.set(title="step time, % of stock's fastest setting", xlim=(0, 110))
-    for offset, rows, color, label in ((-0.2, best, STOCK, "stock's fastest"), (0.2, ours, OURS, "ovpatch")):
+    for offset, rows, color, label in (
+        (-0.2, best, STOCK, "stock's fastest"),
+        (0.2, ours, OURS, "ovpatch"),
+    ):
         places = [index + offset for index in range(len(rows))]
-        bars = right.barh(places, [row["peak_gib"] for row in rows], height=0.38, color=color, label=label)
+        bars = right.barh(
+            places, [row["peak_gib"] for row in rows], height=0.38, color=color, label=label
+        )
         right.bar_label(bars, [f"{row['peak_gib']:.1f}" for row in rows], padding=3)
     right.set(title="peak memory, GiB", yticks=range(len(names)), yticklabels=[], xlim=(0, 130))
     right.legend(loc="lower right", frameon=False)
     for axes in (left, right):
         axes.invert_yaxis()
-    saved = [1 - mine["peak_gib"] / stock["peak_gib"] for stock, mine in zip(best, ours, strict=True)]
+    saved = [
+        1 - mine["peak_gib"] / stock["peak_gib"] for stock, mine in zip(best, ours, strict=True)
+    ]
     figure.suptitle(
         f"ddp on 8 H200: {min(ratios):.0f} to {max(ratios):.0f}% of stock's fastest step, "
         f"{min(saved):.0%} to {max(saved):.0%} less memory than that"
@@ -79,10 +90,19 @@ def memory_and_time() -> Figure:
             place = (row["peak_gib"], row["median_ms"])
             axes.plot(*place, "o", color=color, markersize=10)
             text = f"{label}\n{place[1]:.1f} ms, {place[0]:.1f} GiB"
-            axes.annotate(text, place, (10, -30 if color == PEER else 0), textcoords="offset points", va="center")
-    stock, *others = [next(row for row in run["summary"] if row["arm"] == arm) for arm in (*shown,)[:3]]
+            axes.annotate(
+                text,
+                place,
+                (10, -30 if color == PEER else 0),
+                textcoords="offset points",
+                va="center",
+            )
+    stock, *others = [
+        next(row for row in run["summary"] if row["arm"] == arm) for arm in (*shown,)[:3]
+    ]
     fsdp2, ours = [
-        " and ".join(f"{1 - row[key] / stock[key]:.0%}" for key in ("median_ms", "peak_gib")) for row in others
+        " and ".join(f"{1 - row[key] / stock[key]:.0%}" for key in ("median_ms", "peak_gib"))
+        for row in others
     ]
     saved = f"dist_optimizer {ours}, FSDP2 with bf16 parameters {fsdp2}"
     axes.set(title=f"GPT 3.8B on 2 NVIDIA H200: less time and memory than stock DDP\n{saved}")
@@ -95,19 +115,26 @@ def programs() -> Figure:
     results = {result["program"]: result for result in read_results("programs")}
     shown = [results[name] for name in README_PROGRAMS]
     names = [
-        result["title"].replace(", compiled, 4", ",\ncompiled, 4").replace("124M, ", "124M,\n") for result in shown
+        result["title"].replace(", compiled, 4", ",\ncompiled, 4").replace("124M, ", "124M,\n")
+        for result in shown
     ]
     pairs = [find_program_pair(result) for result in shown]
     panels = (
         (
             "step time",
             "ms",
-            [(mine["median_ms"] / stock["median_ms"] * 100, mine["median_ms"]) for stock, mine in pairs],
+            [
+                (mine["median_ms"] / stock["median_ms"] * 100, mine["median_ms"])
+                for stock, mine in pairs
+            ],
         ),
         (
             "peak memory",
             "GiB",
-            [(mine["peak_gib"] / stock["peak_gib"] * 100, mine["peak_gib"]) for stock, mine in pairs],
+            [
+                (mine["peak_gib"] / stock["peak_gib"] * 100, mine["peak_gib"])
+                for stock, mine in pairs
+            ],
         ),
     )
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -121,7 +148,9 @@ def programs() -> Figure:
         if unit == "GiB":
             axes.set_yticklabels([])
     device = shown[0]["device"].replace("NVIDIA ", "").split()[0]
-    figure.suptitle(f"Unmodified programs on {shown[0]['world']} {device}: ovpatch, stock PyTorch is the line")
+    figure.suptitle(
+        f"Unmodified programs on {shown[0]['world']} {device}: ovpatch, stock PyTorch is the line"
+    )
     return figure
 
 
@@ -141,7 +170,9 @@ def timeline() -> Figure:
         axes.set_title(f"{run['name']}: {longest:.0f} ms; {communication}", loc="left")
         axes.set(yticks=range(len(steps)), yticklabels=[f"rank {rank}" for rank, _ in steps])
         axes.invert_yaxis()
-    panels[-1].set_xlabel("ms of the median step; the line below a bar is communication under compute")
+    panels[-1].set_xlabel(
+        "ms of the median step; the line below a bar is communication under compute"
+    )
     handles = [mpl.patches.Patch(color=color, label=label) for label, color in PARTS.values()]
     handles.append(mpl.patches.Patch(color="#2e7d32", label="communication under compute"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)

@@ -69,12 +69,19 @@ _COLUMNS: Final = {
 
 
 def make_step(
-    arm: str, layers: int, *, width: int = 16, block: int = _BLOCK, device: str = "cuda" if CUDA else "cpu"
+    arm: str,
+    layers: int,
+    *,
+    width: int = 16,
+    block: int = _BLOCK,
+    device: str = "cuda" if CUDA else "cpu",
 ) -> Callable[[], object]:
     """Build linears of a width, in blocks of some, and their optimizer; return one training step."""
     torch.manual_seed(0)
     linears = [nn.Linear(width, width) for _ in range(layers)]
-    model: Any = nn.Sequential(*(nn.Sequential(*linears[i : i + block]) for i in range(0, layers, block))).to(device)
+    model: Any = nn.Sequential(
+        *(nn.Sequential(*linears[i : i + block]) for i in range(0, layers, block))
+    ).to(device)
     if arm == "FSDP2":
         from torch.distributed.fsdp import fully_shard
 
@@ -100,7 +107,9 @@ def joined(rank: int, arm: str, folder: str) -> Iterator[None]:
     """Run a block as one of two gloo ranks, or as one rank of a faked world on a GPU."""
     if not CUDA:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+        )
         yield
         dist.barrier()
     else:
@@ -108,12 +117,18 @@ def joined(rank: int, arm: str, folder: str) -> Iterator[None]:
 
         zero_alone.join(_FAKED_WORLD)
         ours = arm.startswith("ddp")
-        with zero_alone.without_peers(lambda: False, copied=False) if ours else zero_alone.stock_alone():
+        with (
+            zero_alone.without_peers(lambda: False, copied=False)
+            if ours
+            else zero_alone.stock_alone()
+        ):
             yield
     dist.destroy_process_group()
 
 
-def run(rank: int, arm: str, parameters: int, steps: int, seconds: float, profiled: bool, folder: str) -> None:
+def run(
+    rank: int, arm: str, parameters: int, steps: int, seconds: float, profiled: bool, folder: str
+) -> None:
     """Time warm steps of one arm; rank 0 writes the result."""
     with joined(rank, arm, folder):
         if arm.startswith("ddp"):
@@ -129,7 +144,9 @@ def run(rank: int, arm: str, parameters: int, steps: int, seconds: float, profil
         steps = max(_MIN_STEPS, min(steps, int(limit)))
         gc.collect()
         gc.disable()
-        result: Any = profile(step, steps, parameters) if profiled and not rank else clock(step, steps)
+        result: Any = (
+            profile(step, steps, parameters) if profiled and not rank else clock(step, steps)
+        )
         if rank == 0:
             Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
 
@@ -143,11 +160,16 @@ def clock(step: Callable[[], object], steps: int) -> dict[str, float]:
         wall.append(1e3 * (time.perf_counter() - begin))
         cpu.append(1e3 * (time.process_time() - used))
         main.append(1e3 * (time.thread_time() - alone))
-    medians = {name: statistics.median(times) for name, times in zip(_CLOCKS, (main, cpu, wall), strict=True)}
+    medians = {
+        name: statistics.median(times)
+        for name, times in zip(_CLOCKS, (main, cpu, wall), strict=True)
+    }
     return medians | {"least main ms": min(main), "least wall ms": min(wall)}
 
 
-def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tuple[str, float, float, float]]:
+def profile(
+    step: Callable[[], object], steps: int, parameters: int
+) -> list[tuple[str, float, float, float]]:
     """Return, by function, calls per step, and own and total time in microseconds per parameter and step."""
     profiler = cProfile.Profile()
     profiler.enable()
@@ -158,11 +180,15 @@ def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tup
     functions = pstats.Stats(profiler).stats  # type: ignore[attr-defined]  # no stub
     for (file, line, name), (_, calls, own, total, _) in functions.items():
         place = name if file == "~" else f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"
-        rows.append((place, calls / steps, 1e6 * own / steps / parameters, 1e6 * total / steps / parameters))
+        rows.append(
+            (place, calls / steps, 1e6 * own / steps / parameters, 1e6 * total / steps / parameters)
+        )
     return sorted(rows, key=lambda row: -row[2])
 
 
-def measure(arm: str, parameters: int, steps: int, seconds: float, *, profiled: bool = False) -> Any:
+def measure(
+    arm: str, parameters: int, steps: int, seconds: float, *, profiled: bool = False
+) -> Any:
     """Return the result of :func:`run` in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (arm, parameters, steps, seconds, profiled, folder), nprocs=1 if CUDA else 2)
@@ -173,7 +199,9 @@ def show(rows: list[dict[str, Any]]) -> Table:
     """Return a table of the figures."""
     table = Table("parameters", "arm", *_COLUMNS.values())
     for row in rows:
-        table.add_row(str(row["parameters"]), row["arm"], *(f"{row[name]:.2f}" for name in _COLUMNS))
+        table.add_row(
+            str(row["parameters"]), row["arm"], *(f"{row[name]:.2f}" for name in _COLUMNS)
+        )
     return table
 
 
@@ -188,18 +216,26 @@ def summarize(found: dict[str, list[dict[str, float]]], parameters: int) -> list
         pairs = list(zip(times, found["stock"], strict=True))
 
         def beyond(clock: str, pairs: Any = pairs) -> float:
-            return statistics.median(1e3 * (row[clock] - stock[clock]) / parameters for row, stock in pairs)
+            return statistics.median(
+                1e3 * (row[clock] - stock[clock]) / parameters for row, stock in pairs
+            )
 
         rows.append(
             {"arm": arm, "parameters": parameters}
             | {clock: statistics.median(row[clock] for row in times) for clock in _CLOCKS}
             | {
-                "cpu ratio": statistics.median(row["cpu ms"] / stock["cpu ms"] for row, stock in pairs),
-                "wall ratio": statistics.median(row["wall ms"] / stock["wall ms"] for row, stock in pairs),
+                "cpu ratio": statistics.median(
+                    row["cpu ms"] / stock["cpu ms"] for row, stock in pairs
+                ),
+                "wall ratio": statistics.median(
+                    row["wall ms"] / stock["wall ms"] for row, stock in pairs
+                ),
                 "main beyond us": beyond("main ms"),
                 "beyond us": beyond("cpu ms"),
                 "least main ms": least(arm, "main ms"),
-                "least beyond us": 1e3 * (least(arm, "main ms") - least("stock", "main ms")) / parameters,
+                "least beyond us": 1e3
+                * (least(arm, "main ms") - least("stock", "main ms"))
+                / parameters,
                 "least wall ratio": least(arm, "wall ms") / least("stock", "wall ms"),
             }
         )
@@ -208,28 +244,46 @@ def summarize(found: dict[str, list[dict[str, float]]], parameters: int) -> list
 
 def main() -> None:
     """Measure, print, and append the result to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[200, 2000], help="sizes of the models")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parameters", type=int, nargs="+", default=[200, 2000], help="sizes of the models"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="timed steps of an arm in a round")
     parser.add_argument("--seconds", type=float, default=10, help="about how long these may take")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes by function")
-    parser.add_argument("--functions", type=int, default=40, help="how many functions a profile shows")
-    parser.add_argument("--json", type=Path, help="append the result to this file, as benchmarks/results/*.jsonl")
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time goes by function"
+    )
+    parser.add_argument(
+        "--functions", type=int, default=40, help="how many functions a profile shows"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="append the result to this file, as benchmarks/results/*.jsonl"
+    )
     args = parser.parse_args()
     console, rows = Console(width=150), list[dict[str, Any]]()
     for parameters in args.parameters:
         if args.profile:
             for arm in args.arms:
-                table = Table("function", "calls a step", "own us", "total us", title=f"{arm}, {parameters} parameters")
-                for place, *figures in measure(arm, parameters, args.steps, args.seconds, profiled=True)[
-                    : args.functions
-                ]:
+                table = Table(
+                    "function",
+                    "calls a step",
+                    "own us",
+                    "total us",
+                    title=f"{arm}, {parameters} parameters",
+                )
+                for place, *figures in measure(
+                    arm, parameters, args.steps, args.seconds, profiled=True
+                )[: args.functions]:
                     table.add_row(place, *(f"{figure:.2f}" for figure in figures))
                 console.print(table)
             continue
-        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in dict.fromkeys(["stock", *args.arms])}
+        found: dict[str, list[dict[str, float]]] = {
+            arm: [] for arm in dict.fromkeys(["stock", *args.arms])
+        }
         for _ in range(args.rounds):
             for arm, times in found.items():
                 times.append(measure(arm, parameters, args.steps, args.seconds))

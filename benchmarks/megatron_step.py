@@ -35,7 +35,10 @@ from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, dev
 EXAMPLE: Final = Path(__file__).resolve().parent.parent / "examples" / "train_megatron.py"
 ARMS: Final[dict[str, dict[str, Any] | None]] = {
     "stock": None,
-    **{name: {"schedule": name, "pipeline_schedule": "stock"} for name in ("bulk", "ring", "chunk", "fused")},
+    **{
+        name: {"schedule": name, "pipeline_schedule": "stock"}
+        for name in ("bulk", "ring", "chunk", "fused")
+    },
     **{name: {"pipeline_schedule": name} for name in ("1f1b", "zb-h1")},
 }
 # The size of the input of a linear.
@@ -52,7 +55,9 @@ def load_example() -> Any:
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     del os.environ["OVPATCH"]
-    module.TransformerConfig = functools.partial(module.TransformerConfig, perform_initialization=False)
+    module.TransformerConfig = functools.partial(
+        module.TransformerConfig, perform_initialization=False
+    )
     return module
 
 
@@ -129,7 +134,12 @@ def make_linear(kind: str, args: argparse.Namespace) -> Callable[[], None]:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
     )
-    given = {"config": config, "init_method": torch.nn.init.xavier_normal_, "bias": False, "skip_bias_add": False}
+    given = {
+        "config": config,
+        "init_method": torch.nn.init.xavier_normal_,
+        "bias": False,
+        "skip_bias_add": False,
+    }
     if kind == "column":
         linear, shape = (
             layers.ColumnParallelLinear(WIDTH, WIDTH, gather_output=False, **given),
@@ -141,7 +151,9 @@ def make_linear(kind: str, args: argparse.Namespace) -> Callable[[], None]:
             (ROWS, WIDTH // args.tp),
         )
     linear.to(device())
-    x = torch.randn(shape[0], 1, shape[1], device=device(), dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        shape[0], 1, shape[1], device=device(), dtype=torch.bfloat16, requires_grad=True
+    )
     grad = torch.ones_like(linear(x)[0])
 
     def run() -> None:
@@ -181,7 +193,11 @@ def measure_linears(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     run()
                 times.append((time.perf_counter() - begin) * 1e6 / args.steps)
             calls = count_calls(run)
-            row = {"linear": kind, "arm": arm, "us": round(statistics.median(times[args.warmup :]), 1)}
+            row = {
+                "linear": kind,
+                "arm": arm,
+                "us": round(statistics.median(times[args.warmup :]), 1),
+            }
             yield row | {"python": calls["call"], "c": calls["c_call"]}
             if ARMS[arm] is not None:
                 ovpatch.revert()
@@ -195,7 +211,10 @@ def report_linears(args: argparse.Namespace) -> None:
     for row in measure_linears(args):
         rows.append(row)
         if shows:
-            print(f"{row['linear']:10}{row['arm']:10}{row['us']:>10}{row['python']:>10}{row['c']:>10}", flush=True)
+            print(
+                f"{row['linear']:10}{row['arm']:10}{row['us']:>10}{row['python']:>10}{row['c']:>10}",
+                flush=True,
+            )
     if shows and args.json:
         given = {key: value for key, value in vars(args).items() if key not in ("json", "arms")}
         with args.json.open("a", encoding="utf-8") as file:
@@ -204,7 +223,9 @@ def report_linears(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
     made.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
     made.add_argument("--layers", type=int, default=4 if CUDA else 2)
@@ -212,7 +233,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=2048 if CUDA else 32)
     made.add_argument("--batch-size", type=int, default=1, help="sequences of a microbatch")
     made.add_argument("--microbatches", type=int, default=8)
-    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the parameters")
+    made.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the parameters"
+    )
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--linear", action="store_true", help="measure one linear alone")
     made.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))

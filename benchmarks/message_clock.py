@@ -56,11 +56,15 @@ class MessageClock:
 
         def sends(group: Any, tensors: Any, peer: int, tag: int) -> _Work:
             message = self._add("send", (rank, peer))
-            return _Work(send(group, tensors, peer, tag), lambda: self._note("wait for receiver", message))
+            return _Work(
+                send(group, tensors, peer, tag), lambda: self._note("wait for receiver", message)
+            )
 
         def receives(group: Any, tensors: Any, peer: int, tag: int) -> _Work:
             message = self._add("post", (peer, rank))
-            return _Work(receive(group, tensors, peer, tag), lambda: self._note("wait for message", message))
+            return _Work(
+                receive(group, tensors, peer, tag), lambda: self._note("wait for message", message)
+            )
 
         self._note("step", None)
         with (
@@ -106,13 +110,18 @@ def replay(ranks: Sequence[Sequence[Event]]) -> list[list[float]]:
                 if source is not None and (source, message) not in times:
                     break
                 before = events[max(0, done[rank] - 1)][2]
-                clocks[rank] = max(clocks[rank] + cpu - before, times.get((source or "", message), 0.0))
+                clocks[rank] = max(
+                    clocks[rank] + cpu - before, times.get((source or "", message), 0.0)
+                )
                 times[kind, message] = clocks[rank]
                 if kind == "step":
                     ends[rank].append(clocks[rank])
                 done[rank], moved = done[rank] + 1, True
     if any(count < len(events) for count, events in zip(done, ranks, strict=True)):
-        raise RuntimeError("a rank waits for a message that no rank sends, or that was sent before the recording began")
+        raise RuntimeError(
+            "a rank waits for a message that no rank sends, or that was sent before the recording "
+            "began"
+        )
     return ends
 
 

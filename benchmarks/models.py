@@ -21,15 +21,22 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
         h = self.norm1(x)
         projections = (layer(h) for layer in (self.query, self.key, self.value))
         q, k, v = (h.unflatten(-1, (self.heads, -1)).transpose(1, 2) for h in projections)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -57,6 +64,10 @@ def flops_per_step(model: GPT, tokens: int, context: int) -> float:
 
     Embedding tables look up and do not multiply; attention counts the causal half.
     """
-    weights = sum(p.numel() for p in model.parameters()) - model.token.weight.numel() - model.position.weight.numel()
+    weights = (
+        sum(p.numel() for p in model.parameters())
+        - model.token.weight.numel()
+        - model.position.weight.numel()
+    )
     attention = 6 * len(model.blocks) * context * model.token.embedding_dim
     return tokens * (6.0 * weights + attention)

@@ -49,7 +49,10 @@ OURS = {
 # The numbers of programs of the kernel that sends rows over symmetric memory.
 PROGRAMS = (8, 16)
 OVER_SYMMETRIC = {
-    f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(config, exchange="symmetric"), programs)
+    f"ovpatch, {name}, symmetric, {programs} programs": (
+        dataclasses.replace(config, exchange="symmetric"),
+        programs,
+    )
     for name, config in (("none", MoEConfig("none")), ("experts 8", MoEConfig("experts", 8)))
     for programs in PROGRAMS
 }
@@ -82,20 +85,28 @@ class Problem:
             return drawn.requires_grad_(args.backward)
 
         self.x = draw(tokens, hidden)
-        self.up, self.down = draw(local, 2 * ffn, hidden, scale=hidden**-0.5), draw(local, hidden, ffn, scale=ffn**-0.5)
+        self.up, self.down = (
+            draw(local, 2 * ffn, hidden, scale=hidden**-0.5),
+            draw(local, hidden, ffn, scale=ffn**-0.5),
+        )
         self.weights = torch.rand(tokens, top_k, generator=generator, device=device(), dtype=dtype)
         self.weights.requires_grad_(args.backward)
         chances = torch.rand(tokens, self.experts, generator=generator, device=device())
         args.skew = skew_of(args.skew, top_k, self.experts)  # the actual skew is recorded
         if args.skew > 1:
-            favoured = torch.rand(tokens, generator=generator, device=device()) < args.skew * top_k / self.experts
+            favoured = (
+                torch.rand(tokens, generator=generator, device=device())
+                < args.skew * top_k / self.experts
+            )
             chances[:, 0] = torch.where(favoured, 2.0, -1.0)
         self.index = chances.topk(top_k, dim=-1).indices
         self.group = get_world()
 
     def ours(self, config: MoEConfig) -> Tensor:
         """Compute by the feature."""
-        return expert_parallel_ffn(self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, config)
+        return expert_parallel_ffn(
+            self.x, self.index, self.weights, (self.up, self.down), swiglu, self.group, config
+        )
 
     def over_symmetric(self, config: MoEConfig, programs: int) -> Tensor:
         """Compute by the feature, over symmetric memory.
@@ -116,7 +127,9 @@ class Problem:
 
     def naive(self, chunks: int) -> Tensor:
         """Compute chunks of tokens, each in sequence; all dispatches are launched first and waited for when read."""
-        inputs = list(zip(*(t.chunk(chunks) for t in (self.x, self.index, self.weights)), strict=True))
+        inputs = list(
+            zip(*(t.chunk(chunks) for t in (self.x, self.index, self.weights)), strict=True)
+        )
         dispatched = [(self.dispatched(x, index), weights) for x, index, weights in inputs]
         outs = [
             self.combined(self.computed(rows, numbers), order, sent, received, weights)
@@ -124,7 +137,9 @@ class Problem:
         ]
         return torch.cat(outs)
 
-    def dispatched(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor, list[int], list[int], Tensor]:
+    def dispatched(
+        self, x: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor, list[int], list[int], Tensor]:
         """Sort tokens by expert and dispatch them; also return the order and splits for the combine."""
         chosen = index.reshape(-1)
         order = chosen.argsort()
@@ -139,13 +154,17 @@ class Problem:
         """Apply this rank's experts to rows that are sorted by rank."""
         rows = torch.ops._c10d_functional.wait_tensor(rows) if not rows.requires_grad else rows * 1
         numbers = torch.arange(self.local, device=rows.device).repeat(len(arriving))
-        order = numbers.repeat_interleave(arriving.reshape(-1), output_size=len(rows)).argsort(stable=True)
+        order = numbers.repeat_interleave(arriving.reshape(-1), output_size=len(rows)).argsort(
+            stable=True
+        )
         ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
         h = torch.nn.functional.grouped_mm(rows[order], self.up.transpose(-2, -1), offs=ends)
         h = torch.nn.functional.grouped_mm(swiglu(h), self.down.transpose(-2, -1), offs=ends)
         return torch.empty_like(h).index_copy(0, order, h)
 
-    def combined(self, rows: Tensor, order: Tensor, sent: list[int], received: list[int], weights: Tensor) -> Tensor:
+    def combined(
+        self, rows: Tensor, order: Tensor, sent: list[int], received: list[int], weights: Tensor
+    ) -> Tensor:
         """Send rows back and sum them by token."""
         back = all_to_all_single_autograd(rows, sent, received, self.group)
         slots = torch.zeros_like(back).index_copy(0, order, back).view(*weights.shape, -1)
@@ -161,7 +180,9 @@ class Problem:
             return torch.nn.functional.grouped_mm(swiglu(h), self.down.transpose(-2, -1), offs=ends)
         groups = GroupSizes(sizes)
         return grouped_linear(
-            swiglu(grouped_linear(rows.detach(), self.up.detach(), groups)), self.down.detach(), groups
+            swiglu(grouped_linear(rows.detach(), self.up.detach(), groups)),
+            self.down.detach(),
+            groups,
         )
 
     def all_to_alls(self) -> Tensor:
@@ -184,7 +205,13 @@ def transformers_layer(problem: Problem) -> Layer:
     class Experts(nn.Module):
         """The attributes that transformers' grouped experts read."""
 
-        has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = True, False, False, False, True
+        has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = (
+            True,
+            False,
+            False,
+            False,
+            True,
+        )
         num_experts, gate_up_proj, down_proj = problem.local, problem.up, problem.down
 
         def _apply_gate(self, h: Tensor) -> Tensor:
@@ -231,7 +258,9 @@ def check(name: str, layer: Layer, problem: Problem) -> None:
     worst = (right - found).abs().max() / right.abs().max()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if worst > 0.02:
-        raise RuntimeError(f"{name} computes something else: it is off by {worst:.1%} of the largest output")
+        raise RuntimeError(
+            f"{name} computes something else: it is off by {worst:.1%} of the largest output"
+        )
 
 
 def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
@@ -255,11 +284,17 @@ def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--shape", choices=SHAPES, default="dsv3")
     made.add_argument("--tokens", type=int, help="of a rank; 4096 by default")
-    made.add_argument("--skew", type=float, default=1.0, help="how many times its share one expert gets, at most")
-    made.add_argument("--backward", action="store_true", help="forward and backward, instead of forward alone")
+    made.add_argument(
+        "--skew", type=float, default=1.0, help="how many times its share one expert gets, at most"
+    )
+    made.add_argument(
+        "--backward", action="store_true", help="forward and backward, instead of forward alone"
+    )
     made.add_argument("--arms", nargs="*", help="only these")
     add_timing(made, rounds=3)
     return made
@@ -272,7 +307,9 @@ def main() -> None:
     problem = Problem(args)
     known = [*arms(problem)]
     if unknown := set(args.arms or ()) - set(known):
-        parser().error(f"no such arms: {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+        parser().error(
+            f"no such arms: {', '.join(sorted(unknown))}; choose from: {', '.join(known)}"
+        )
     alternate("moe_layer", args.arms or known, lambda name: measure(name, problem, args), args)
     dist.destroy_process_group()
 

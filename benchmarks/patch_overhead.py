@@ -76,7 +76,9 @@ def measure_imports(rounds: int) -> dict[str, Any]:
             times[order].append(_run(_PROGRAM.format(before=before, body=body)))
     found: dict[str, Any] = {"rounds": rounds}
     for number, clock in enumerate(("wall_ms", "cpu_ms")):
-        found[clock] = least = {order: min(run[number] for run in runs[1:]) for order, runs in times.items()}
+        found[clock] = least = {
+            order: min(run[number] for run in runs[1:]) for order, runs in times.items()
+        }
         found[f"added_{clock}"] = {
             "torch, then ovpatch": least["torch, then ovpatch"],
             "ovpatch, then torch": least["ovpatch, then torch"] - least["stock"],
@@ -97,11 +99,17 @@ def measure_first_steps(rounds: int) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 ranks = [_start(program, str(rank), folder) for rank in range(2)]
                 clocks = [_finish(rank) for rank in ranks]
-                times[features].append((max(wall for wall, _ in clocks), max(cpu for _, cpu in clocks)))
+                times[features].append(
+                    (max(wall for wall, _ in clocks), max(cpu for _, cpu in clocks))
+                )
     found: dict[str, Any] = {"rounds": rounds}
     for number, clock in enumerate(("wall_ms", "cpu_ms")):
-        found[clock] = least = {features: min(run[number] for run in runs[1:]) for features, runs in times.items()}
-        found[f"added_{clock}"] = {arm: least[arm] - least["stock"] for arm in least if arm != "stock"}
+        found[clock] = least = {
+            features: min(run[number] for run in runs[1:]) for features, runs in times.items()
+        }
+        found[f"added_{clock}"] = {
+            arm: least[arm] - least["stock"] for arm in least if arm != "stock"
+        }
     return found
 
 
@@ -120,7 +128,9 @@ def _start(program: str, *arguments: str) -> subprocess.Popen[str]:
 def _finish(process: subprocess.Popen[str]) -> tuple[float, float]:
     output, _ = process.communicate(timeout=300)
     if process.returncode:
-        raise RuntimeError(f"a measured program ended with {process.returncode}; its output is above")
+        raise RuntimeError(
+            f"a measured program ended with {process.returncode}; its output is above"
+        )
     wall, cpu = map(float, output.split())
     return wall, cpu
 
@@ -164,7 +174,11 @@ def measure_calls(rounds: int) -> dict[str, Any]:
             with manager.applied():
                 patched.append(_time(statement, module))
         medians = statistics.median(stock), statistics.median(patched)
-        results[name] = {"stock_ns": medians[0], "patched_ns": medians[1], "added_ns": medians[1] - medians[0]}
+        results[name] = {
+            "stock_ns": medians[0],
+            "patched_ns": medians[1],
+            "added_ns": medians[1] - medians[0],
+        }
     del sys.modules[module.__name__]
     return {"cases": results, "rounds": rounds, "calls": _CALLS}
 
@@ -172,46 +186,85 @@ def measure_calls(rounds: int) -> dict[str, Any]:
 def _time(statement: str, module: types.ModuleType) -> float:
     names = {"f": module.f, "c": module.C(), "h": module.Heir()}
     # CPU time of this thread: other work on the machine must not count.
-    return timeit.timeit(statement, globals=names, number=_CALLS, timer=time.thread_time) / _CALLS * 1e9
+    return (
+        timeit.timeit(statement, globals=names, number=_CALLS, timer=time.thread_time)
+        / _CALLS
+        * 1e9
+    )
 
 
 def main() -> int:
     """Measure, print, write, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=11, help="fresh interpreters per order (default 11)")
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="fresh interpreters per order (default 11)"
+    )
     arguments = parser.parse_args()
 
-    calls, imports, steps = measure_calls(31), measure_imports(arguments.rounds), measure_first_steps(arguments.rounds)
+    calls, imports, steps = (
+        measure_calls(31),
+        measure_imports(arguments.rounds),
+        measure_first_steps(arguments.rounds),
+    )
     worst_step = max(steps["added_cpu_ms"].values())
     worst_import = max(imports["added_cpu_ms"].values())
     worst_call = max(case["added_ns"] for case in calls["cases"].values())
-    print(f"import torch: {imports['cpu_ms']['stock']:.0f} ms CPU, {imports['wall_ms']['stock']:.0f} ms wall")
+    print(
+        f"import torch: {imports['cpu_ms']['stock']:.0f} ms CPU, {imports['wall_ms']['stock']:.0f} "
+        "ms wall"
+    )
     for order, added in imports["added_cpu_ms"].items():
         wall = imports["added_wall_ms"][order]
-        print(f"  {order:28} {added:+7.1f} ms CPU, {wall:+7.1f} ms wall   (budget {IMPORT_BUDGET_MS:.0f} ms)")
-    print(f"a first step: {steps['cpu_ms']['stock']:.0f} ms CPU, {steps['wall_ms']['stock']:.0f} ms wall")
+        print(
+            f"  {order:28} {added:+7.1f} ms CPU, {wall:+7.1f} ms wall   (budget "
+            f"{IMPORT_BUDGET_MS:.0f} ms)"
+        )
+    print(
+        f"a first step: {steps['cpu_ms']['stock']:.0f} ms CPU, {steps['wall_ms']['stock']:.0f} ms "
+        "wall"
+    )
     for features, added in steps["added_cpu_ms"].items():
         wall = steps["added_wall_ms"][features]
-        print(f"  {features:28} {added:+7.1f} ms CPU, {wall:+7.1f} ms wall   (budget {STEP_BUDGET_MS:.0f} ms)")
+        print(
+            f"  {features:28} {added:+7.1f} ms CPU, {wall:+7.1f} ms wall   (budget "
+            f"{STEP_BUDGET_MS:.0f} ms)"
+        )
     print("a call through an enabled wrap")
     for name, case in calls["cases"].items():
         print(
-            f"  {name:28} +{case['added_ns']:6.0f} ns over {case['stock_ns']:.0f} ns   (budget {CALL_BUDGET_NS:.0f} ns)"
+            f"  {name:28} +{case['added_ns']:6.0f} ns over {case['stock_ns']:.0f} ns   (budget "
+            f"{CALL_BUDGET_NS:.0f} ns)"
         )
-    good = worst_import <= IMPORT_BUDGET_MS and worst_step <= STEP_BUDGET_MS and worst_call <= CALL_BUDGET_NS
+    good = (
+        worst_import <= IMPORT_BUDGET_MS
+        and worst_step <= STEP_BUDGET_MS
+        and worst_call <= CALL_BUDGET_NS
+    )
     print("within budget" if good else "OVER BUDGET")
     if arguments.json:
         arguments.json.write_text(json.dumps(_record(imports, steps, calls, good), indent=2) + "\n")
     return 0 if good else 1
 
 
-def _record(imports: dict[str, Any], steps: dict[str, Any], calls: dict[str, Any], good: bool) -> dict[str, Any]:
+def _record(
+    imports: dict[str, Any], steps: dict[str, Any], calls: dict[str, Any], good: bool
+) -> dict[str, Any]:
     from benchmarks.runs import described
 
-    budget = {"import_ms": IMPORT_BUDGET_MS, "step_ms": STEP_BUDGET_MS, "call_ns": CALL_BUDGET_NS, "kept": good}
+    budget = {
+        "import_ms": IMPORT_BUDGET_MS,
+        "step_ms": STEP_BUDGET_MS,
+        "call_ns": CALL_BUDGET_NS,
+        "kept": good,
+    }
     description = described("patch_overhead", {}, world=2)
-    return description | {"imports": imports, "first_steps": steps, "calls": calls, "budget": budget}
+    return description | {
+        "imports": imports,
+        "first_steps": steps,
+        "calls": calls,
+        "budget": budget,
+    }
 
 
 if __name__ == "__main__":

@@ -26,9 +26,15 @@ from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECT
 
 def main() -> None:
     """Solve all vectors and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--effort", type=int, default=EFFORT, help="simulated operations of a search")
-    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--effort", type=int, default=EFFORT, help="simulated operations of a search"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="append the result to this file, one JSON object a line"
+    )
     arguments = parser.parse_args()
     vees = [(*size, 1, rate) for size, rate in zip(PUBLISHED, PUBLISHED_V, strict=True)]
     rows = []
@@ -39,9 +45,40 @@ def main() -> None:
             solution = solve(problem, effort=arguments.effort)
             seconds = time.process_time() - started
             found = solution.simulation.bubble
-            verdict = "beaten" if found < rate - ROUNDED else "met" if found <= rate + ROUNDED else "missed"
-            rows.append((placement, *size, memory, rate, round(found, 4), verdict, solution.origin, round(seconds, 2)))
-    headings = ("placement", "p", "m", "F", "B", "W", "c", "memory", "published", "ours", "verdict", "from", "s")
+            verdict = (
+                "beaten"
+                if found < rate - ROUNDED
+                else "met"
+                if found <= rate + ROUNDED
+                else "missed"
+            )
+            rows.append(
+                (
+                    placement,
+                    *size,
+                    memory,
+                    rate,
+                    round(found, 4),
+                    verdict,
+                    solution.origin,
+                    round(seconds, 2),
+                )
+            )
+    headings = (
+        "placement",
+        "p",
+        "m",
+        "F",
+        "B",
+        "W",
+        "c",
+        "memory",
+        "published",
+        "ours",
+        "verdict",
+        "from",
+        "s",
+    )
     table = Table(*headings)
     for row in rows:
         table.add_row(*map(str, row))
@@ -49,10 +86,19 @@ def main() -> None:
     for verdict in ("beaten", "met", "missed"):
         print(verdict, sum(verdict in row for row in rows))
     if arguments.json:
-        head = {"benchmark": "pipeline_solver", "date": time.strftime("%Y-%m-%d"), "effort": arguments.effort}
+        head = {
+            "benchmark": "pipeline_solver",
+            "date": time.strftime("%Y-%m-%d"),
+            "effort": arguments.effort,
+        }
         head |= {"python": platform.python_version(), "ovpatch": ovpatch.__version__}
         with arguments.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**head, "rows": [dict(zip(headings, row, strict=True)) for row in rows]}) + "\n")
+            file.write(
+                json.dumps(
+                    {**head, "rows": [dict(zip(headings, row, strict=True)) for row in rows]}
+                )
+                + "\n"
+            )
 
 
 if __name__ == "__main__":

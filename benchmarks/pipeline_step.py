@@ -75,7 +75,10 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
 LIMIT = "limit"
 # The most steps that schedule=auto takes to measure, and to race one order against another.
 _STEPS_TO_CHOOSE = 100
-_CHOOSING = ("races against the order as given", "while costs are measured")  # in what the report says until then
+_CHOOSING = (
+    "races against the order as given",
+    "while costs are measured",
+)  # in what the report says until then
 STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")
 
 
@@ -99,7 +102,9 @@ def dtype() -> torch.dtype:
     return torch.bfloat16 if CUDA else torch.float32
 
 
-def make_part(args: argparse.Namespace, chunks: int = 1, *, checkpointed: bool = False) -> nn.Module:
+def make_part(
+    args: argparse.Namespace, chunks: int = 1, *, checkpointed: bool = False
+) -> nn.Module:
     """Return the module of a stage."""
     with device():
         return Blocks(args, args.blocks // chunks, checkpointed=checkpointed).to(dtype())
@@ -107,7 +112,9 @@ def make_part(args: argparse.Namespace, chunks: int = 1, *, checkpointed: bool =
 
 def make_rows(args: argparse.Namespace, microbatches: int) -> Tensor:
     """Return activations of some microbatches, ``[batch, context, width]``."""
-    return torch.randn(microbatches * args.batch, args.context, args.width, device=device(), dtype=dtype())
+    return torch.randn(
+        microbatches * args.batch, args.context, args.width, device=device(), dtype=dtype()
+    )
 
 
 # --- several processes: schedules ---
@@ -118,10 +125,16 @@ def build(args: argparse.Namespace, arm: tuple[str, int, str | None]) -> Any:
     name, chunks, _ = arm
     rank, size = dist.get_rank(), dist.get_world_size()
     count = size * chunks
-    indices = [rank, count - 1 - rank] if name == "ScheduleZBVZeroBubble" else list(range(rank, count, size))
+    indices = (
+        [rank, count - 1 - rank]
+        if name == "ScheduleZBVZeroBubble"
+        else list(range(rank, count, size))
+    )
     stages = [PipelineStage(make_part(args, chunks), index, count, device()) for index in indices]
     cls = getattr(schedules, name)
-    return cls(stages[0] if chunks == 1 else stages, args.microbatches, loss_fn=nn.functional.mse_loss)
+    return cls(
+        stages[0] if chunks == 1 else stages, args.microbatches, loss_fn=nn.functional.mse_loss
+    )
 
 
 def chained(step: Callable[[], object], steps: int) -> list[float]:
@@ -167,7 +180,9 @@ def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
     arm = ARMS[name]
     if arm[2] is not None:
         transport = "copies" if name.endswith(COPIES) else "auto" if arm[2] == "auto" else "c10d"
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": arm[2], "p2p_transport": transport}})
+        ovpatch.apply(
+            "pipeline", options={"pipeline": {"schedule": arm[2], "p2p_transport": transport}}
+        )
     try:
         schedule = build(args, arm)
         rows = make_rows(args, args.microbatches)
@@ -182,7 +197,9 @@ def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
         found = clock(step, args)
         if arm[2] is not None and arm[2] != "auto":
             found["predicted_ms"] = predict(schedule, arm, send)
-        found["remarks"] = next((list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), [])
+        found["remarks"] = next(
+            (list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), []
+        )
         return found
     finally:
         ovpatch.revert()
@@ -261,7 +278,9 @@ def compare_schedules(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0 and LIMIT in medians:
         limit = statistics.median(medians[LIMIT])
         for name, times in medians.items():
-            expected = f", {statistics.median(ratios[name]):.3f} of it simulated" if name in ratios else ""
+            expected = (
+                f", {statistics.median(ratios[name]):.3f} of it simulated" if name in ratios else ""
+            )
             print(f"{name:36}{statistics.median(times) / limit:11.3f} of m(F+B+W){expected}")
 
 
@@ -316,7 +335,12 @@ def measure_stage(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     alone = StageAlone(args, arm)
     for _ in range(2):
         alone.compute(lambda _name: None)
-    found: dict[str, Any] = {"arm": arm, "device_ms": {}, "host_ms": {}, "mib": _measure_memory(alone)}
+    found: dict[str, Any] = {
+        "arm": arm,
+        "device_ms": {},
+        "host_ms": {},
+        "mib": _measure_memory(alone),
+    }
     marks: list[tuple[str, float, Any]] = []
 
     def mark(name: str) -> None:
@@ -334,7 +358,9 @@ def measure_stage(args: argparse.Namespace, arm: str) -> dict[str, Any]:
         if name:
             host[name].append((end - begin) * 1e3)
             on_device[name].append(first.elapsed_time(last) if CUDA else host[name][-1])
-    found["device_ms"] = {name: round(statistics.median(times), 3) for name, times in on_device.items()}
+    found["device_ms"] = {
+        name: round(statistics.median(times), 3) for name, times in on_device.items()
+    }
     found["host_ms"] = {name: round(statistics.median(times), 3) for name, times in host.items()}
     return found
 
@@ -361,32 +387,50 @@ def compare_stages(args: argparse.Namespace) -> None:
     """Measure a stage alone in all arms, print the parts, and append the result to ``args.json``."""
     rows = [measure_stage(args, arm) for _ in range(args.rounds) for arm in args.stage_arms]
     summary = list(_summarize(rows, args.stage_arms))
-    print(f"{'arm':24}{'F':>9}{'B':>9}{'W':>9}{'B+W':>9}{'host':>9}{'of device':>11}{'after F':>9}{'peak of B':>11}")
+    print(
+        f"{'arm':24}{'F':>9}{'B':>9}{'W':>9}{'B+W':>9}{'host':>9}{'of device':>11}{'after F':>9}{'peak of B':>11}"
+    )
     for row in summary:
         device_ms, mib = row["device_ms"], row["mib"]
         parts = "".join(f"{device_ms.get(kind, 0.0):9.2f}" for kind in "FBW")
-        memory = "".join(f"{mib.get(key, 0):{width}.0f}" for key, width in (("after F", 9), ("peak of B", 11)))
+        memory = "".join(
+            f"{mib.get(key, 0):{width}.0f}" for key, width in (("after F", 9), ("peak of B", 11))
+        )
         share = row["host_ms"] / sum(device_ms.values())
-        print(f"{row['arm']:24}{parts}{row['backward_ms']:9.2f}{row['host_ms']:9.2f}{share:11.2f}{memory}")
+        print(
+            f"{row['arm']:24}{parts}{row['backward_ms']:9.2f}{row['host_ms']:9.2f}{share:11.2f}{memory}"
+        )
     backwards = {row["arm"]: row["backward_ms"] for row in summary}
     for arm in args.stage_arms:
         peer = arm.replace("deferred", "stock")
         if peer != arm and peer in backwards:
             print(f"{arm}: B + W is {backwards[arm] / backwards[peer]:.3f} of stock's backward")
     if args.json:
-        given = {key: value for key, value in vars(args).items() if key not in ("json", "arms", "stage_arms")}
+        given = {
+            key: value
+            for key, value in vars(args).items()
+            if key not in ("json", "arms", "stage_arms")
+        }
         with args.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**described("pipeline_step", given), "summary": summary, "rows": rows}) + "\n")
+            file.write(
+                json.dumps({**described("pipeline_step", given), "summary": summary, "rows": rows})
+                + "\n"
+            )
 
 
 def _summarize(rows: list[dict[str, Any]], arms: list[str]) -> Iterator[dict[str, Any]]:
     for arm in arms:
         mine = [row for row in rows if row["arm"] == arm]
-        parts = {kind: round(statistics.median(row["device_ms"][kind] for row in mine), 3) for kind in "FBW"}
+        parts = {
+            kind: round(statistics.median(row["device_ms"][kind] for row in mine), 3)
+            for kind in "FBW"
+        }
         yield {
             "arm": arm,
             "device_ms": parts,
-            "backward_ms": round(statistics.median(sum(row["device_ms"][kind] for kind in "BW") for row in mine), 3),
+            "backward_ms": round(
+                statistics.median(sum(row["device_ms"][kind] for kind in "BW") for row in mine), 3
+            ),
             "host_ms": round(statistics.median(sum(row["host_ms"].values()) for row in mine), 3),
             "mib": mine[-1]["mib"],
         }
@@ -404,7 +448,9 @@ def process_group() -> Iterator[None]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description="Time a step of a pipeline, stock and patched, or a stage alone.")
+    made = argparse.ArgumentParser(
+        description="Time a step of a pipeline, stock and patched, or a stage alone."
+    )
     made.add_argument("--width", type=int, default=3072 if CUDA else 128)
     made.add_argument("--heads", type=int, default=24 if CUDA else 4)
     made.add_argument("--batch", type=int, default=2, help="sequences of a microbatch")
@@ -412,11 +458,22 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--blocks", type=int, default=8 if CUDA else 2, help="blocks of a rank")
     made.add_argument("--microbatches", type=int, default=12)
     made.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="on gloo: cpu, as if cores were not shared"
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="on gloo: cpu, as if cores were not shared",
     )
     arms = [name for name in ARMS if CUDA or not name.endswith(COPIES)]
-    made.add_argument("--arms", nargs="+", default=arms, choices=list(ARMS), help="with several processes")
-    made.add_argument("--stage-arms", nargs="+", default=list(STAGE_ARMS), choices=STAGE_ARMS, help="with one process")
+    made.add_argument(
+        "--arms", nargs="+", default=arms, choices=list(ARMS), help="with several processes"
+    )
+    made.add_argument(
+        "--stage-arms",
+        nargs="+",
+        default=list(STAGE_ARMS),
+        choices=STAGE_ARMS,
+        help="with one process",
+    )
     add_timing(made, rounds=2)
     return made
 

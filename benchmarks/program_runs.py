@@ -23,7 +23,9 @@ _CONTROLLER: Final = "controller"
 _MARK: Final = "BENCHMARK_PROGRAM_RUN"
 _POLL_S: Final = 0.05
 _EXIT_TIMEOUT_S: Final = 60.0
-_ERROR: Final = re.compile(r"^(?:\[?rank\d+\]?: ?)?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+_ERROR: Final = re.compile(
+    r"^(?:\[?rank\d+\]?: ?)?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*)$", re.MULTILINE
+)
 
 
 class ProgramError(Exception):
@@ -32,7 +34,13 @@ class ProgramError(Exception):
 
 def make_launcher(ranks: int) -> list[str]:
     """Return the words of a command before the name of the script."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
 
 
 class Program:
@@ -47,10 +55,20 @@ class Program:
     """
 
     def __init__(
-        self, script: Sequence[str], features: str | None, ranks: int, folder: Path, *, has_turns: bool
+        self,
+        script: Sequence[str],
+        features: str | None,
+        ranks: int,
+        folder: Path,
+        *,
+        has_turns: bool,
     ) -> None:
         folder.mkdir(parents=True)
-        self._turns, self._log_file, self._report_file = folder, folder / "log", folder / "report.json"
+        self._turns, self._log_file, self._report_file = (
+            folder,
+            folder / "log",
+            folder / "report.json",
+        )
         self._ranks = ranks
         self._read_chars = 0
         self._events: list[dict[str, Any]] = []
@@ -58,7 +76,16 @@ class Program:
         command = [*make_launcher(ranks), *script, *([f"--turns={folder}"] if has_turns else [])]
         if features is not None:
             listed = [f"--features={features}"] if features else []
-            command = [sys.executable, "-m", "ovpatch", "run", f"--report={self._report_file}", *listed, "--", *command]
+            command = [
+                sys.executable,
+                "-m",
+                "ovpatch",
+                "run",
+                f"--report={self._report_file}",
+                *listed,
+                "--",
+                *command,
+            ]
         self._mark_entry = f"{_MARK}={uuid.uuid4().hex}"
         name, _, value = self._mark_entry.partition("=")
         with self._log_file.open("w") as log:
@@ -75,7 +102,9 @@ class Program:
         """Let the ranks run until their next report."""
         (self._turns / name).touch()
 
-    def wait_for(self, event: str, deadline: float, *, number: int | None = None) -> list[dict[str, Any]]:
+    def wait_for(
+        self, event: str, deadline: float, *, number: int | None = None
+    ) -> list[dict[str, Any]]:
         """Return the reports of all ranks; raise ProgramError if they do not come.
 
         Args:
@@ -86,7 +115,9 @@ class Program:
         while True:
             has_ended = self._process.poll() is not None
             self._read_log()
-            found = [e for e in self._events if e["event"] == event and number in (None, e.get("round"))]
+            found = [
+                e for e in self._events if e["event"] == event and number in (None, e.get("round"))
+            ]
             if len(found) == self._ranks:
                 return found
             if has_ended:
@@ -144,4 +175,8 @@ class Program:
 def _user_environment() -> dict[str, str]:
     """Return the environment without settings of features, which variants set."""
     kept = ("OVPATCH_CACHE_DIR", "OVPATCH_LOG")
-    return {name: value for name, value in os.environ.items() if not name.startswith("OVPATCH") or name in kept}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("OVPATCH") or name in kept
+    }

@@ -100,7 +100,10 @@ class Row:
 
     def missing_package(self) -> str:
         """Return the name of a package that the program needs and that is not installed, or ""."""
-        return next((names[0] for names in self.packages if not any(map(importlib.util.find_spec, names))), "")
+        return next(
+            (names[0] for names in self.packages if not any(map(importlib.util.find_spec, names))),
+            "",
+        )
 
 
 _TRAINER: Final = (("transformers",), ("accelerate",))
@@ -127,9 +130,15 @@ _TINY: Final = {
     "nano": Row("nanoGPT, tiny", "nano_gpt.py", "--size=tiny --batch=2"),
     "resnet": Row("ResNet, tiny", "vision.py", "--model=tiny --batch=4 --image=32"),
     "trainer": Row(
-        "HF Trainer, tiny", "trainer_llama.py", "--size=tiny --length=32", packages=_TRAINER, has_fsdp2=CUDA
+        "HF Trainer, tiny",
+        "trainer_llama.py",
+        "--size=tiny --length=32",
+        packages=_TRAINER,
+        has_fsdp2=CUDA,
     ),
-    "lightning": Row("Lightning, tiny", "lightning_gpt.py", "--size=tiny --batch=2", packages=_LIGHTNING),
+    "lightning": Row(
+        "Lightning, tiny", "lightning_gpt.py", "--size=tiny --batch=2", packages=_LIGHTNING
+    ),
 }
 _CPU_NANO: Final = Row("nanoGPT, 11M", "nano_gpt.py", "--size=cpu --batch=4", steps=10)
 _CPU_RESNET: Final = Row(
@@ -139,7 +148,9 @@ _CPU_TIME: Final = {
     "nano": _CPU_NANO,
     "nano-compiled": replace(_CPU_NANO, title="nanoGPT, 11M, compiled", is_compiled=True),
     "resnet50": _CPU_RESNET,
-    "resnet50-compiled": replace(_CPU_RESNET, title="ResNet-50, batch 4 of 64 x 64, compiled", is_compiled=True),
+    "resnet50-compiled": replace(
+        _CPU_RESNET, title="ResNet-50, batch 4 of 64 x 64, compiled", is_compiled=True
+    ),
 }
 SIZES: Final = {"full": _FULL, "tiny": _TINY, "cpu": _CPU_TIME}
 # The rows of --quick in their order, with the variants whose models fit on a GPU together.
@@ -179,12 +190,15 @@ class Measurement:
     def result(self) -> dict[str, Any]:
         """Return the rounds so far, with their description and summary."""
         row, args = self._row, self._args
-        settings = {name: getattr(args, name) for name in ("size", "rounds", "warmup", "fresh", "backend")}
+        settings = {
+            name: getattr(args, name) for name in ("size", "rounds", "warmup", "fresh", "backend")
+        }
         settings |= {"steps": self._steps, "arguments": row.arguments, "packages": _versions()}
         return {
             **described("programs", settings, world=args.ranks, device=self._device),
             "program": self._name,
-            "title": row.title + (f" ({args.backend})" if row.is_compiled and args.backend != "inductor" else ""),
+            "title": row.title
+            + (f" ({args.backend})" if row.is_compiled and args.backend != "inductor" else ""),
             "is_cpu_time": args.cpu_time,
             "skipped": self._skipped,
             "failed": self._failed,
@@ -202,20 +216,27 @@ class Measurement:
         print(f"{self._row.title}{', ' + self._skipped if self._skipped else ''}", flush=True)
         if self._skipped:
             return
-        together = not self._args.fresh and (not CUDA or len(self._row.variants) <= self._row.max_together)
+        together = not self._args.fresh and (
+            not CUDA or len(self._row.variants) <= self._row.max_together
+        )
         if together:
             self._run_together()
             return
         for number in range(self._args.rounds):
             for variant in self._order(number):
                 with ExitStack() as stack:
-                    self._attempt(variant, lambda v=variant, s=stack, n=number: self._run_alone(v, s, n))
+                    self._attempt(
+                        variant, lambda v=variant, s=stack, n=number: self._run_alone(v, s, n)
+                    )
 
     def _run_together(self) -> None:
         """Start all variants, then let one train at a time."""
         with ExitStack() as stack:
             # They import their packages at the same time. Only what uses the device runs alone.
-            programs = {v: self._start(v, stack, self._folder / v, has_turns=True) for v in self._row.variants}
+            programs = {
+                v: self._start(v, stack, self._folder / v, has_turns=True)
+                for v in self._row.variants
+            }
 
             def warm_up(variant: str) -> None:
                 programs[variant].give_turn("start")
@@ -249,7 +270,9 @@ class Measurement:
             part()
         except ProgramError as error:
             is_budget_spent = time.monotonic() >= self._end
-            self._failed[variant] = f"cut off at {self._args.budget_s:.0f} s" if is_budget_spent else str(error)
+            self._failed[variant] = (
+                f"cut off at {self._args.budget_s:.0f} s" if is_budget_spent else str(error)
+            )
             print(f"  {variant}: {self._failed[variant]}", flush=True)
 
     def _start(self, variant: str, stack: ExitStack, folder: Path, *, has_turns: bool) -> Program:
@@ -266,7 +289,9 @@ class Measurement:
         deadline = min(self._end, time.monotonic() + self._args.start_timeout_s)
         self._device = program.wait_for("ready", deadline)[0]["device"]
 
-    def _take_round(self, program: Program, variant: str, number: int, number_of_program: int) -> None:
+    def _take_round(
+        self, program: Program, variant: str, number: int, number_of_program: int
+    ) -> None:
         deadline = min(self._end, time.monotonic() + self._args.round_timeout_s)
         ranks = program.wait_for("round", deadline, number=number_of_program)
         found = {
@@ -315,7 +340,11 @@ def summarize(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def make_table(results: Iterable[dict[str, Any]]) -> str:
     """Return results as a table in Markdown, with a line for each program or variant that has no number."""
     results = list(results)
-    shown = [v for v in VARIANTS if any(s["variant"] == v for result in results for s in result["summary"])]
+    shown = [
+        v
+        for v in VARIANTS
+        if any(s["variant"] == v for result in results for s in result["summary"])
+    ]
     header = ["program", "where", *(VARIANTS[variant].title for variant in shown)]
     lines, notes = [_row(header), _row(["---"] * len(header))], []
     for result in results:
@@ -324,7 +353,10 @@ def make_table(results: Iterable[dict[str, Any]]) -> str:
         if summary:
             lines.append(_row([result["title"], _where(result), *cells]))
         notes += [f"- {result['title']}: {result['skipped']}"] if result["skipped"] else []
-        notes += [f"- {result['title']}, {VARIANTS[v].title}: {why}" for v, why in result["failed"].items()]
+        notes += [
+            f"- {result['title']}, {VARIANTS[v].title}: {why}"
+            for v, why in result["failed"].items()
+        ]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
@@ -347,7 +379,9 @@ def _describe_work(variant: str, worked: dict[str, dict[str, Any]]) -> str:
 
 
 def _ratio(found: dict[str, Any], key: str, digits: int) -> str:
-    return "" if found["variant"] == "stock" or found[key] is None else f" ({found[key]:.{digits}f}x)"
+    return (
+        "" if found["variant"] == "stock" or found[key] is None else f" ({found[key]:.{digits}f}x)"
+    )
 
 
 def _where(result: dict[str, Any]) -> str:
@@ -381,7 +415,9 @@ def choose_rows(args: argparse.Namespace) -> dict[str, Row]:
         return variant in wanted and (variant != "fsdp2" or (row.has_fsdp2 and args.ranks > 1))
 
     kept = {name: tuple(v for v in row.variants if keeps(row, v)) for name, row in rows.items()}
-    return {name: replace(rows[name], variants=variants) for name, variants in kept.items() if variants}
+    return {
+        name: replace(rows[name], variants=variants) for name, variants in kept.items() if variants
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -394,38 +430,88 @@ def _versions() -> dict[str, str]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, and complete it by defaults that depend on each other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the most wanted programs, in nine minutes on two GPUs")
-    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, the least of the rounds, on gloo")
-    parser.add_argument("--size", choices=SIZES, help="tiny: for tests; cpu: that of --cpu-time (full)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these programs")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="only these variants")
-    gpus = torch.cuda.device_count()
-    parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes of a program, one on each GPU")
-    parser.add_argument("--rounds", type=int, help="rounds of each variant (3; --quick 2, --cpu-time 5)")
-    parser.add_argument("--warmup", type=int, default=10, help="steps of a program that are not timed")
-    parser.add_argument("--steps", type=int, default=0, help="timed steps of a round; each program has its own default")
-    parser.add_argument("--fresh", action="store_true", help="start the processes of each round again")
-    parser.add_argument("--budget-s", type=float, help="drop the remaining rows after this (no limit; --quick 510)")
-    parser.add_argument("--start-timeout-s", type=float, default=300.0, help="limit of a program's start")
-    parser.add_argument("--round-timeout-s", type=float, default=300.0, help="limit of a round")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append the result of each row to this file, as JSON")
-    parser.add_argument(
-        "--logs", type=Path, default=ROOT / ".programs", help="folder of the programs' logs (.programs)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of the results in this file")
-    parser.add_argument("--list", action="store_true", help="only print the names of programs and variants")
+    parser.add_argument(
+        "--quick", action="store_true", help="the most wanted programs, in nine minutes on two GPUs"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="compare CPU time, the least of the rounds, on gloo"
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, help="tiny: for tests; cpu: that of --cpu-time (full)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these programs")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="only these variants"
+    )
+    gpus = torch.cuda.device_count()
+    parser.add_argument(
+        "--ranks", type=int, default=gpus or 2, help="processes of a program, one on each GPU"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of each variant (3; --quick 2, --cpu-time 5)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=10, help="steps of a program that are not timed"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="timed steps of a round; each program has its own default",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start the processes of each round again"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, help="drop the remaining rows after this (no limit; --quick 510)"
+    )
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=300.0, help="limit of a program's start"
+    )
+    parser.add_argument("--round-timeout-s", type=float, default=300.0, help="limit of a round")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="append the result of each row to this file, as JSON",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=ROOT / ".programs",
+        help="folder of the programs' logs (.programs)",
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="only print the table of the results in this file",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only print the names of programs and variants"
+    )
     args = parser.parse_args(arguments)
     if args.quick and (args.cpu_time or args.size not in (None, "full")):
-        parser.error("--quick has its own programs. Leave --cpu-time and --size out, or choose programs by --only.")
+        parser.error(
+            "--quick has its own programs. Leave --cpu-time and --size out, or choose programs by "
+            "--only."
+        )
     if args.cpu_time and args.size not in (None, "cpu"):
-        parser.error(f"--cpu-time has its own programs, and none of size {args.size}. Leave --size out.")
+        parser.error(
+            f"--cpu-time has its own programs, and none of size {args.size}. Leave --size out."
+        )
     args.size = "cpu" if args.cpu_time else args.size or "full"
     names = QUICK if args.quick else SIZES[args.size]
     if unknown := set(args.only or ()) - set(names):
         parser.error(f"there is no program {min(unknown)!r} here. Choose from: {', '.join(names)}.")
     if args.ranks < 1 or (gpus and args.ranks > gpus):
-        parser.error(f"--ranks is {args.ranks}, but it must be at least 1 and at most the number of GPUs ({gpus}).")
+        parser.error(
+            f"--ranks is {args.ranks}, but it must be at least 1 and at most the number of GPUs "
+            f"({gpus})."
+        )
     args.rounds = args.rounds or (2 if args.quick else 5 if args.cpu_time else 3)
     if args.cpu_time:
         args.variants = args.variants or ["stock", "ovpatch"]
@@ -439,11 +525,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rows, print the table, and return the exit status."""
     args = parse(arguments)
     if args.table:
-        print(make_table(json.loads(line) for line in args.table.read_text(encoding="utf-8").splitlines()))
+        print(
+            make_table(
+                json.loads(line) for line in args.table.read_text(encoding="utf-8").splitlines()
+            )
+        )
         return 0
     rows = choose_rows(args)
     if args.list:
-        print("\n".join(f"{name:22}{row.title}: {', '.join(row.variants)}" for name, row in rows.items()))
+        print(
+            "\n".join(
+                f"{name:22}{row.title}: {', '.join(row.variants)}" for name, row in rows.items()
+            )
+        )
         return 0
     end = time.monotonic() + args.budget_s
     results: list[dict[str, Any]] = []
@@ -460,7 +554,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         print(f"\n{make_table(results)}", flush=True)
     if args.cpu_time:
-        print(f"\nCPU time of a step on all ranks, the least of {args.rounds} rounds; backend {args.backend}")
+        print(
+            f"\nCPU time of a step on all ranks, the least of {args.rounds} rounds; backend "
+            f"{args.backend}"
+        )
     return int(any(result["failed"] for result in results) or not keep_goal(results))
 
 
@@ -470,7 +567,9 @@ def keep_goal(results: Iterable[dict[str, Any]]) -> bool:
     for result in results:
         for found in result["summary"] if result["is_cpu_time"] else ():
             if found["variant"] == "ovpatch" and (found["cpu_ratio"] or 0.0) > CPU_TIME_GOAL:
-                print(f"OVER THE GOAL of {CPU_TIME_GOAL}: {result['title']}, {found['cpu_ratio']:.3f}")
+                print(
+                    f"OVER THE GOAL of {CPU_TIME_GOAL}: {result['title']}, {found['cpu_ratio']:.3f}"
+                )
                 has_kept = False
     return has_kept
 

@@ -22,7 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ovpatch
 from benchmarks.models import GPT, SIZES
@@ -39,7 +43,9 @@ ARMS = ("kept", "checkpoint", "full", "checkpoint, attention kept", "selective")
 
 def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Save attention."""
-    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if operator in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def checkpoint_blocks(model: GPT, *, selective: bool) -> None:
@@ -84,14 +90,23 @@ class Watch(TorchDispatchMode):
 def _list_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return [tensor for item in items for tensor in _list_tensors(item)]
 
 
 def build(args: argparse.Namespace, arm: str) -> Callable[[], None]:
     """Return the training step of an arm."""
     torch.manual_seed(0)
-    sizes = {**SIZES[args.size], **{name: value for name in ("layers", "context") if (value := getattr(args, name))}}
+    sizes = {
+        **SIZES[args.size],
+        **{name: value for name in ("layers", "context") if (value := getattr(args, name))},
+    }
     with torch.device(device()):
         model = GPT(**sizes)
     if arm.startswith("checkpoint"):
@@ -134,7 +149,9 @@ def measure(args: argparse.Namespace, arm: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run all arms in turn and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--layers", type=int, default=0, help="instead of the size's")
     parser.add_argument("--context", type=int, default=0, help="instead of the size's")

@@ -98,7 +98,10 @@ def clocked(
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     times = how(step, args.steps)
-    return {"ms": times, "peak_gib": (torch.cuda.max_memory_allocated() - beside) / 2**30 if CUDA else 0.0}
+    return {
+        "ms": times,
+        "peak_gib": (torch.cuda.max_memory_allocated() - beside) / 2**30 if CUDA else 0.0,
+    }
 
 
 def _of_slowest(times: list[float]) -> list[float]:
@@ -138,7 +141,9 @@ def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def described(benchmark: str, settings: dict[str, Any], *, world: int = 0, device: str = "") -> dict[str, Any]:
+def described(
+    benchmark: str, settings: dict[str, Any], *, world: int = 0, device: str = ""
+) -> dict[str, Any]:
     """Return the description of the run in a result.
 
     Args:
@@ -158,7 +163,9 @@ def described(benchmark: str, settings: dict[str, Any], *, world: int = 0, devic
         "torch": torch.__version__,
         "ovpatch": ovpatch.__version__,
         "settings": settings,
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_MATTERING)},
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_MATTERING)
+        },
     }
 
 
@@ -167,8 +174,15 @@ def add_timing(parser: argparse.ArgumentParser, *, rounds: int) -> None:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--arm-timeout", type=float, default=900, help="seconds; a rank that hangs prints its stacks")
-    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    parser.add_argument(
+        "--arm-timeout",
+        type=float,
+        default=900,
+        help="seconds; a rank that hangs prints its stacks",
+    )
+    parser.add_argument(
+        "--json", type=Path, help="append the result to this file, one JSON object a line"
+    )
 
 
 def _chooses(arm: str) -> bool:
@@ -193,12 +207,19 @@ def alternate(
 
     def run(name: str) -> None:
         if dist.get_rank() == 0:
-            print(f"{name:36}", end=" ", flush=True)  # before its result, so that an arm that hangs is known
+            print(
+                f"{name:36}", end=" ", flush=True
+            )  # before its result, so that an arm that hangs is known
         faulthandler.dump_traceback_later(args.arm_timeout, exit=True)
         started = time.perf_counter()
         try:
             rows.append(measure(name))
-        except (RuntimeError, ValueError, AssertionError, ImportError) as error:  # a peer that cannot is a result
+        except (
+            RuntimeError,
+            ValueError,
+            AssertionError,
+            ImportError,
+        ) as error:  # a peer that cannot is a result
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -216,7 +237,9 @@ def alternate(
         report(benchmark, args, rows, failed)
 
 
-def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
+def report(
+    benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]], failed: dict[str, str]
+) -> None:
     """Print a table of all arms, and append the raw result to ``args.json``, one JSON object a line."""
     columns = ["median_ms", "worst_ms", "peak_gib"]
     found = [merged(rows, name) for name in dict.fromkeys(row["arm"] for row in rows)]
@@ -224,11 +247,19 @@ def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]],
     for row in found:
         print(f"{row['arm']:36}" + "".join(f"{row[column]!s:>11}" for column in columns))
     chosen = [
-        line for feature in ("dist_optimizer", "tp_linear", "pipe_experts") for line in autotuner.report_lines(feature)
+        line
+        for feature in ("dist_optimizer", "tp_linear", "pipe_experts")
+        for line in autotuner.report_lines(feature)
     ]
     print("".join(f"\nchosen: {line}" for line in chosen))
     if args.json:
         given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
-        result = {**described(benchmark, given), "summary": found, "failed": failed, "chosen": chosen, "rows": rows}
+        result = {
+            **described(benchmark, given),
+            "summary": found,
+            "failed": failed,
+            "chosen": chosen,
+            "rows": rows,
+        }
         with args.json.open("a") as file:
             file.write(json.dumps(result) + "\n")

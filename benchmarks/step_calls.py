@@ -59,7 +59,9 @@ class Calls:
         name = frame.f_code.co_filename
         if event != "call" or not name.startswith(self._folders):
             return
-        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.10 has names only
+        function = getattr(
+            frame.f_code, "co_qualname", frame.f_code.co_name
+        )  # Python 3.10 has names only
         self.functions[f"{Path(name).relative_to(Path(self._folders[0]).parent)}:{function}"] += 1
         self.changes += name != self._last
         self._last = name
@@ -78,7 +80,10 @@ def count(rank: int, arm: str, layers: int, folder: str) -> None:
     """Count the calls of one warm step on rank 0."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     if arm != "FSDP2":
-        ovpatch.apply(*arm.split(" + "), options={"dist_optimizer": {"min_param_numel": 1}} if "+" in arm else {})
+        ovpatch.apply(
+            *arm.split(" + "),
+            options={"dist_optimizer": {"min_param_numel": 1}} if "+" in arm else {},
+        )
     step, calls = make_step(arm, layers, width=64, block=1, device="cpu"), Calls(ARMS[arm])
     for _ in range(40):  # the votes that take effect every few steps have been cast, and counted
         step()
@@ -103,10 +108,25 @@ def measure(arm: str, layers: int) -> dict[str, Any]:
 def size() -> dict[str, dict[str, int]]:
     """Return files, lines and named notes of each part of the tree."""
     found = {}
-    for name in ("ovpatch", "ovpatch/patching", "ovpatch/overlap", "ovpatch/insight", "plugins", "tests"):
+    for name in (
+        "ovpatch",
+        "ovpatch/patching",
+        "ovpatch/overlap",
+        "ovpatch/insight",
+        "plugins",
+        "tests",
+    ):
         texts = [path.read_text(encoding="utf-8") for path in (ROOT / name).rglob("*.py")]
-        notes = {note for text in texts for note in re.findall(r"^\s*\[(Note: [^\]]+)\] ", text, re.MULTILINE)}
-        found[name] = {"files": len(texts), "lines": sum(text.count("\n") for text in texts), "notes": len(notes)}
+        notes = {
+            note
+            for text in texts
+            for note in re.findall(r"^\s*\[(Note: [^\]]+)\] ", text, re.MULTILINE)
+        }
+        found[name] = {
+            "files": len(texts),
+            "lines": sum(text.count("\n") for text in texts),
+            "notes": len(notes),
+        }
     return found
 
 
@@ -118,16 +138,22 @@ def imported(features: str) -> int:
 
 def main() -> None:
     """Count, print, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--functions", type=int, default=0, help="show the most called functions of each arm")
+    parser.add_argument(
+        "--functions", type=int, default=0, help="show the most called functions of each arm"
+    )
     parser.add_argument("--json", type=Path, help="write everything there")
     args = parser.parse_args()
     rows = [measure(arm, args.layers) for arm in ARMS]
     console = Console()
     table = Table("step of", "parameters", "files", "changes of file", "calls")
     for row in rows:
-        table.add_row(*(str(row[name]) for name in ("arm", "parameters", "files", "changes of file", "calls")))
+        table.add_row(
+            *(str(row[name]) for name in ("arm", "parameters", "files", "changes of file", "calls"))
+        )
     console.print(table)
     for row in rows if args.functions else ():
         console.print(row["arm"], dict(list(row["functions"].items())[: args.functions]))
@@ -135,7 +161,9 @@ def main() -> None:
     table = Table("part", "files", "lines", "notes")
     for name, one in sizes.items():
         table.add_row(name, *map(str, one.values()))
-    console.print(table, {f"files imported by apply({name})": number for name, number in modules.items()})
+    console.print(
+        table, {f"files imported by apply({name})": number for name, number in modules.items()}
+    )
     if args.json:
         told = {"torch": torch.__version__, "steps": rows, "sizes": sizes, "imported": modules}
         args.json.write_text(json.dumps(told, indent=1), encoding="utf-8")

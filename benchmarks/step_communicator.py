@@ -41,14 +41,22 @@ def taken(group: dist.ProcessGroup, world: int) -> dict[str, float]:
     dist.all_gather_into_tensor(full, part, group=group)
     after = used()
     seconds = time.perf_counter() - begin
-    return {"all-reduce of a number, MiB": after_number - before, "all-gather, MiB": after - after_number, "s": seconds}
+    return {
+        "all-reduce of a number, MiB": after_number - before,
+        "all-gather, MiB": after - after_number,
+        "s": seconds,
+    }
 
 
 def main() -> None:
     """Measure the default group first, then the second communicator."""
     start()
     group = dist.distributed_c10d._get_default_group()
-    found: dict[str, Any] = {"ranks": group.size(), "torch": torch.__version__, "first": taken(group, group.size())}
+    found: dict[str, Any] = {
+        "ranks": group.size(),
+        "torch": torch.__version__,
+        "first": taken(group, group.size()),
+    }
     begin = time.perf_counter()
     second = step_communicator(group, device())
     found["made, s"] = time.perf_counter() - begin

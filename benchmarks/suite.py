@@ -50,18 +50,34 @@ class Row:
 
     def command(self, world: int, results: Path) -> list[str]:
         """Return the command of the benchmark."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={world}",
+        ]
         file = results / f"{self.benchmark}.jsonl"
-        return [*torchrun, "-m", f"benchmarks.{self.benchmark}", *shlex.split(self.arguments), f"--json={file}"]
+        return [
+            *torchrun,
+            "-m",
+            f"benchmarks.{self.benchmark}",
+            *shlex.split(self.arguments),
+            f"--json={file}",
+        ]
 
     def describe(self, world: int) -> str:
         """Return the command for the reader."""
         variables = [f"{name}={value}" for name, value in self.env.items()]
-        return " ".join([*variables, self.benchmark, self.arguments, f"({self.world or world} processes)"])
+        return " ".join(
+            [*variables, self.benchmark, self.arguments, f"({self.world or world} processes)"]
+        )
 
 
 _STEPS = "'limit, fp32' stock 'stock, bucket view' 'stock, bucket view, 400 MiB' 'ovpatch, no overlap' ovpatch"
-_LOW_PRECISION_ARMS = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, bf16 weights'"
+_LOW_PRECISION_ARMS = (
+    "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, bf16 weights'"
+)
 _FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch"
 _TUNED = (
     "ovpatch 'ovpatch, NCCL' 'ovpatch, copy engines' 'ovpatch, gradients kept' "
@@ -69,7 +85,9 @@ _TUNED = (
     "bucket 200 MiB' "
     "'ovpatch, max_ctas 8' 'ovpatch, max_ctas 16'"
 )
-_DATA_PARALLEL = "'limit, fp32' stock 'stock, bucket view' 'FSDP2, ZeRO-2' 'ovpatch, ddp alone' ovpatch"
+_DATA_PARALLEL = (
+    "'limit, fp32' stock 'stock, bucket view' 'FSDP2, ZeRO-2' 'ovpatch, ddp alone' ovpatch"
+)
 _BLOCKS = "limit stock 'stock, compiled' 'ovpatch, bulk' 'ovpatch, ring' 'ovpatch, auto'"
 SHORT: list[Row] = [
     Row("zero_step", f"--size 3.8b --rounds 2 --arms {_DATA_PARALLEL}", least=8),
@@ -81,7 +99,11 @@ SHORT: list[Row] = [
     Row("collective_race", "--operation reduce-scatter", least=2),
     Row("tp_blocks", f"--size 8b --rounds 2 --arms {_BLOCKS}", least=2),
     Row("moe_layer", "--shape qwen3 --backward --rounds 2", least=2),
-    Row("zero_step", f"--size 1b --accumulate 16 --steps 2 --warmup 2 --rounds 2 --arms {_DATA_PARALLEL}", least=2),
+    Row(
+        "zero_step",
+        f"--size 1b --accumulate 16 --steps 2 --warmup 2 --rounds 2 --arms {_DATA_PARALLEL}",
+        least=2,
+    ),
     Row("zero_alone", "--size 1b --rounds 5", world=1),
     Row("zero_alone", "--size 1b --rounds 5 --compile blocks", world=1),
 ]
@@ -89,13 +111,21 @@ SUITE: dict[str, list[Row]] = {
     "zero_step": [
         Row("zero_step", f"--size 3.8b --arms {_STEPS} {_LOW_PRECISION_ARMS}"),
         Row("zero_step", f"--size 3.8b --rounds 1 --arms {_TUNED}"),
-        Row("zero_step", f"--size 1b --arms {_STEPS} ZeroRedundancyOptimizer {_LOW_PRECISION_ARMS}"),
+        Row(
+            "zero_step", f"--size 1b --arms {_STEPS} ZeroRedundancyOptimizer {_LOW_PRECISION_ARMS}"
+        ),
         Row("zero_step", f"--size 3.8b --clip 1.0 --arms {_FEW}"),
-        Row("zero_step", f"--size 3.8b --accumulate 16 --steps 4 --rounds 1 --arms {_FEW} Megatron-Core"),
+        Row(
+            "zero_step",
+            f"--size 3.8b --accumulate 16 --steps 4 --rounds 1 --arms {_FEW} Megatron-Core",
+        ),
         Row("zero_step", f"--size 3.8b --compile blocks --rounds 1 --arms {_FEW}"),
         Row("zero_step", f"--size 3.8b --compile model --rounds 1 --arms {_FEW}"),
         Row("zero_step", f"--size 1b --arms {_FEW}", env={"NCCL_P2P_DISABLE": "1"}),
-        *(Row("zero_step", f"--size 3.8b --rounds 1 --arms {_FEW}", world=world) for world in (4, 2, 1)),
+        *(
+            Row("zero_step", f"--size 3.8b --rounds 1 --arms {_FEW}", world=world)
+            for world in (4, 2, 1)
+        ),
     ],
     "tp_blocks": [
         Row("tp_blocks", "--size 8b"),
@@ -105,9 +135,18 @@ SUITE: dict[str, list[Row]] = {
     ],
     "tp_operators": [
         Row("tp_operators", "--shapes 8b 70b gpt"),
-        Row("tp_operators", "--shapes '8b, 2k tokens' '8b, 16k tokens' '70b, 2k tokens' '70b, 4k tokens'"),
-        Row("tp_operators", "--shapes '8b, 1k tokens' '70b, 1k tokens' '70b, attention' '8b, attention'"),
-        *(Row("tp_operators", "--shapes 8b 70b gpt '8b, 1k tokens' '8b, 16k tokens'", world=world) for world in (4, 2)),
+        Row(
+            "tp_operators",
+            "--shapes '8b, 2k tokens' '8b, 16k tokens' '70b, 2k tokens' '70b, 4k tokens'",
+        ),
+        Row(
+            "tp_operators",
+            "--shapes '8b, 1k tokens' '70b, 1k tokens' '70b, attention' '8b, attention'",
+        ),
+        *(
+            Row("tp_operators", "--shapes 8b 70b gpt '8b, 1k tokens' '8b, 16k tokens'", world=world)
+            for world in (4, 2)
+        ),
     ],
     "pipeline_step": [
         Row("pipeline_step", "--rounds 3", least=2),
@@ -126,10 +165,19 @@ SUITE: dict[str, list[Row]] = {
         Row("ablation", "--size 8b --tp 4 --dtype fp32 --rounds 1"),
     ],
     "moe_layer": [
-        *(Row("moe_layer", f"--shape {shape} --backward") for shape in ("dsv3", "qwen3", "mixtral")),
+        *(
+            Row("moe_layer", f"--shape {shape} --backward")
+            for shape in ("dsv3", "qwen3", "mixtral")
+        ),
         *(Row("moe_layer", f"--shape {shape}") for shape in ("dsv3", "qwen3", "mixtral")),
-        *(Row("moe_layer", f"--shape {shape} --backward --skew 4") for shape in ("dsv3", "qwen3", "mixtral")),
-        *(Row("moe_layer", f"--shape {shape} --backward --tokens 2048 --rounds 2") for shape in ("dsv3", "qwen3")),
+        *(
+            Row("moe_layer", f"--shape {shape} --backward --skew 4")
+            for shape in ("dsv3", "qwen3", "mixtral")
+        ),
+        *(
+            Row("moe_layer", f"--shape {shape} --backward --tokens 2048 --rounds 2")
+            for shape in ("dsv3", "qwen3")
+        ),
     ],
 }
 
@@ -179,17 +227,33 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("benchmarks", nargs="*", choices=[[], *SUITE], help="all rows of these", metavar="BENCHMARK")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "benchmarks", nargs="*", choices=[[], *SUITE], help="all rows of these", metavar="BENCHMARK"
+    )
     gpus = torch.cuda.device_count()
     made.add_argument(
-        "--nproc", type=int, default=gpus or 8, help="processes of the rows that do not say it, one a GPU"
+        "--nproc",
+        type=int,
+        default=gpus or 8,
+        help="processes of the rows that do not say it, one a GPU",
     )
-    made.add_argument("--minutes", type=float, default=9.0, help="start nothing later, and cut off what still runs")
-    made.add_argument("--row-minutes", type=float, default=10.0, help="cut off a row that takes longer")
+    made.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="start nothing later, and cut off what still runs",
+    )
+    made.add_argument(
+        "--row-minutes", type=float, default=10.0, help="cut off a row that takes longer"
+    )
     made.add_argument("--results", type=Path, default=RESULTS)
     made.add_argument("--logs", type=Path, default=ROOT / ".suite")
-    made.add_argument("--rows", nargs="*", type=int, help="only these, by the numbers that --list shows")
+    made.add_argument(
+        "--rows", nargs="*", type=int, help="only these, by the numbers that --list shows"
+    )
     made.add_argument("--list", action="store_true", help="show the rows and end")
     return made
 
@@ -208,10 +272,16 @@ def main() -> int:
     for number, row in wanted:
         begin = time.monotonic()
         left = min(end - begin, 60 * args.row_minutes)
-        wrong = run(row, number, args.nproc, args.results, args.logs, left) if left > 0 else "no time left"
+        wrong = (
+            run(row, number, args.nproc, args.results, args.logs, left)
+            if left > 0
+            else "no time left"
+        )
         missing += bool(wrong)
         print(
-            f"{number:3}  {time.monotonic() - begin:5.0f} s  {wrong or 'ok':40}  {row.describe(args.nproc)}", flush=True
+            f"{number:3}  {time.monotonic() - begin:5.0f} s  {wrong or 'ok':40}  "
+            f"{row.describe(args.nproc)}",
+            flush=True,
         )
     return min(missing, 125)
 

@@ -76,10 +76,16 @@ def summary() -> str:
         # These runs are older than dist_optimizer as a default.
         *group_runs("ddp_step"),
     ]
-    groups.sort(key=lambda runs: (max(run["date"] for run in runs), pick_best(runs[0])["peak_gib"]), reverse=True)
+    groups.sort(
+        key=lambda runs: (max(run["date"] for run in runs), pick_best(runs[0])["peak_gib"]),
+        reverse=True,
+    )
     rows = []
     for runs in groups:
-        sharded = runs[0]["benchmark"] != "ddp_step" and runs[0]["settings"]["size"] in _SHARDED_BY_DEFAULT
+        sharded = (
+            runs[0]["benchmark"] != "ddp_step"
+            and runs[0]["settings"]["size"] in _SHARDED_BY_DEFAULT
+        )
         rows.append(_summary_row(runs, _default_arm, "ddp, dist_optimizer" if sharded else "ddp"))
     return _summary_table(["run", "best stock setting, ms", "ovpatch, ms", "peak GiB"], rows)
 
@@ -97,7 +103,9 @@ def _default_arm(run: dict[str, Any]) -> str:
 def ddp_summary() -> str:
     """Return the short table of feature ``ddp``."""
     rows = [_summary_row(runs, "ovpatch", "") for runs in group_runs("ddp_step")]
-    rows += [_summary_row(runs, "ovpatch, ddp alone", "") for runs in group_runs("zero_step_2_h100")]
+    rows += [
+        _summary_row(runs, "ovpatch, ddp alone", "") for runs in group_runs("zero_step_2_h100")
+    ]
     return _summary_table(["run", "best stock setting, ms", "ovpatch, ms", "peak GiB"], rows)
 
 
@@ -111,10 +119,14 @@ def zero_summary() -> str:
             peers = [found["FSDP2, ZeRO-2"] for found in arms if "FSDP2, ZeRO-2" in found]
             memory = f", FSDP2 {_least_peak(peers)}" if peers else ""
             rows.append([*cells[:2], _spread(peers) if peers else "", cells[2], cells[3] + memory])
-    return _summary_table(["run", "best stock setting, ms", "FSDP2 (ZeRO-2), ms", "ovpatch, ms", "peak GiB"], rows)
+    return _summary_table(
+        ["run", "best stock setting, ms", "FSDP2 (ZeRO-2), ms", "ovpatch, ms", "peak GiB"], rows
+    )
 
 
-def group_runs(name: str, pick: Callable[[dict[str, Any]], str] = lambda _run: "ovpatch") -> list[list[dict[str, Any]]]:
+def group_runs(
+    name: str, pick: Callable[[dict[str, Any]], str] = lambda _run: "ovpatch"
+) -> list[list[dict[str, Any]]]:
     """Return the runs of a file with a stock setting and the arm that ``pick`` names, those of one kind together."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in read_results(name):
@@ -127,13 +139,23 @@ def group_runs(name: str, pick: Callable[[dict[str, Any]], str] = lambda _run: "
 
 def pick_best(run: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run's fastest stock setting."""
-    return min((row for row in run["summary"] if row["arm"].startswith("stock")), key=lambda row: row["median_ms"])
+    return min(
+        (row for row in run["summary"] if row["arm"].startswith("stock")),
+        key=lambda row: row["median_ms"],
+    )
 
 
-def _summary_row(runs: list[dict[str, Any]], arm: str | Callable[[dict[str, Any]], str], features: str) -> list[str]:
+def _summary_row(
+    runs: list[dict[str, Any]], arm: str | Callable[[dict[str, Any]], str], features: str
+) -> list[str]:
     """Return a row over all runs of one kind; the baseline is the fastest stock setting of each run."""
     best = [pick_best(run) for run in runs]
-    ours = [row for run in runs for row in run["summary"] if row["arm"] == (arm if isinstance(arm, str) else arm(run))]
+    ours = [
+        row
+        for run in runs
+        for row in run["summary"]
+        if row["arm"] == (arm if isinstance(arm, str) else arm(run))
+    ]
     rounds = sum(len(row["round_medians_ms"]) for row in ours)
     kind = f"{name_run(runs[0])}, {_gpus(runs[0])}"
     times = f"{rounds} rounds" if rounds > 1 else "1 round"
@@ -173,7 +195,15 @@ def _summary_table(header: list[str], rows: list[list[str]]) -> str:
 def ddp_step() -> str:
     """Return the table of ``benchmarks/ddp_step.py``: one row per run, the best stock setting and our default."""
     results = read_results("ddp_step")
-    header = ["run", "GPUs", "no communication", "stock", "stock, best setting", "ovpatch", "against best"]
+    header = [
+        "run",
+        "GPUs",
+        "no communication",
+        "stock",
+        "stock, best setting",
+        "ovpatch",
+        "against best",
+    ]
     header += ["TFLOP/s", "MFU", "peak GiB, stock's least → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
     lines += [_ddp_row(result) for result in results]
@@ -217,15 +247,28 @@ def zero_step() -> str:
     """Return the table of ``benchmarks/zero_step.py``: one row per run, with ratios to the limit and stock DDP."""
     # Comparisons of settings of ovpatch have no row.
     needed = {"limit, fp32", "ovpatch"}
-    results = [run for run in read_results("zero_step") if needed <= {row["arm"] for row in run["summary"]}]
+    results = [
+        run for run in read_results("zero_step") if needed <= {row["arm"] for row in run["summary"]}
+    ]
     columns = _seen(ZERO_ARMS, results)
-    header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "TFLOP/s", "MFU"]
+    header = [
+        "run",
+        "GPUs",
+        *columns.values(),
+        "ovpatch / limit",
+        "stock / ovpatch",
+        "TFLOP/s",
+        "MFU",
+    ]
     header += ["peak GiB, stock → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}
         ours, limit = arms["ovpatch"], arms["limit, fp32"]
-        stock = min((row for name, row in arms.items() if name.startswith("stock")), key=lambda row: row["median_ms"])
+        stock = min(
+            (row for name, row in arms.items() if name.startswith("stock")),
+            key=lambda row: row["median_ms"],
+        )
         tflops = result["settings"]["flops"] / ours["median_ms"] / 1e9
         lines.append(
             _row(
@@ -266,7 +309,10 @@ def zero_alone() -> str:
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}
-        cells = [f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else "" for arm in columns]
+        cells = [
+            f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else ""
+            for arm in columns
+        ]
         against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
         name = f"{name_run(result)}, {result['device'].split()[1]}, {result['date']}"
         lines.append(_row([name, str(result["world"]), *cells, f"{against:.3f}"]))
@@ -288,7 +334,9 @@ def tp_blocks() -> str:
     results = read_results("tp_blocks")
     for result in results:
         settings = result["settings"]
-        name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[settings["size"]]
+        name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[
+            settings["size"]
+        ]
         name += ", local residuals" if settings["plain"] else ""
         name += f", {settings['batch']} sequences" if settings["batch"] > 1 else ""
         groups.setdefault((name, _where_and_when(result), result["torch"]), []).append(result)
@@ -297,11 +345,20 @@ def tp_blocks() -> str:
         for row in (row for run in runs for row in run["rows"]):
             times.setdefault(row["arm"], []).extend(row["ms"])
             peaks.setdefault(row["arm"], row["peak_gib"])
-        medians = [f"{statistics.median(times[arm]):.1f}" if arm in times else "" for arm in TP_ARMS]
+        medians = [
+            f"{statistics.median(times[arm]):.1f}" if arm in times else "" for arm in TP_ARMS
+        ]
         compared = ("stock", "ovpatch, bulk", "ovpatch, bulk, regather")
         gpus += f", {len(runs)} runs" if len(runs) > 1 else ""
         lines.append(
-            _row([name, gpus, *medians, " → ".join(f"{peaks[arm]:.2f}" if arm in peaks else "?" for arm in compared)])
+            _row(
+                [
+                    name,
+                    gpus,
+                    *medians,
+                    " → ".join(f"{peaks[arm]:.2f}" if arm in peaks else "?" for arm in compared),
+                ]
+            )
         )
     return "\n".join(lines) + (
         "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, the slowest rank "
@@ -330,12 +387,24 @@ def moe_layer() -> str:
     """Return the table of ``benchmarks/moe_layer.py``: one row per run."""
     results = read_results("moe_layer")
     columns = _seen(MOE_ARMS, results)
-    header = ["layer", "GPUs", *columns.values(), "in sequence / ovpatch", "peak GiB, in sequence → ovpatch"]
+    header = [
+        "layer",
+        "GPUs",
+        *columns.values(),
+        "in sequence / ovpatch",
+        "peak GiB, in sequence → ovpatch",
+    ]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         arms, settings = {row["arm"]: row for row in result["summary"]}, result["settings"]
-        name = MOE_SHAPES[settings["shape"]] + (", forward and backward" if settings["backward"] else ", forward")
-        name += f", one expert with {settings['skew']:g} times its share" if settings["skew"] > 1 else ""
+        name = MOE_SHAPES[settings["shape"]] + (
+            ", forward and backward" if settings["backward"] else ", forward"
+        )
+        name += (
+            f", one expert with {settings['skew']:g} times its share"
+            if settings["skew"] > 1
+            else ""
+        )
         name += f", {settings['tokens']} tokens" if settings["tokens"] else ""
         before, ours = arms["in sequence"], arms["ovpatch, auto"]
         lines.append(
@@ -362,7 +431,17 @@ def moe_layer() -> str:
 def ablation() -> str:
     """Return the table of ``benchmarks/ablation.py``: one row per run and arm."""
     results = read_results("ablation")
-    header = ["model", "mesh, GPUs", "run", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
+    header = [
+        "model",
+        "mesh, GPUs",
+        "run",
+        "ms",
+        "TFLOP/s per GPU",
+        "MFU",
+        "over stock",
+        "over no overlap",
+        "peak GiB",
+    ]
     header += ["what came under compute"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
@@ -383,7 +462,9 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
     model = settings["model"]
     name = f"{'Llama' if model['llama'] else 'GPT'} {settings['parameters'] / 1e9:.1f}B, {model['layers']} layers, "
     name += {"bf16": "bf16 weights", "fp32": "fp32 weights, autocast"}[settings["dtype"]]
-    mesh = f"DP {result['world'] // settings['tp']} x TP {settings['tp']}, {_where_and_when(result)}"
+    mesh = (
+        f"DP {result['world'] // settings['tp']} x TP {settings['tp']}, {_where_and_when(result)}"
+    )
     how = {row["arm"]: row["features"] for row in result["rows"]}
     lines = []
     for arm, row in arms.items():
@@ -391,9 +472,19 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
         tflops = settings["flops"] / ms / 1e9
         mfu = f"{tflops / settings['peak_tflops']:.1%}" if settings["peak_tflops"] else ""
         ratios = [
-            f"{arms[peer]['median_ms'] / ms:.2f}" if peer in arms else "" for peer in ("stock", "ovpatch, no overlap")
+            f"{arms[peer]['median_ms'] / ms:.2f}" if peer in arms else ""
+            for peer in ("stock", "ovpatch, no overlap")
         ]
-        cells = [name, mesh, arm, f"{ms:.1f}", f"{tflops:.0f}", mfu, *ratios, f"{row['peak_gib']:.1f}"]
+        cells = [
+            name,
+            mesh,
+            arm,
+            f"{ms:.1f}",
+            f"{tflops:.0f}",
+            mfu,
+            *ratios,
+            f"{row['peak_gib']:.1f}",
+        ]
         lines.append(_row([*cells, _overlapped(how[arm])]))
     return lines
 
@@ -407,7 +498,9 @@ OVERLAPPED = {
 
 def _overlapped(features: dict[str, dict[str, Any]]) -> str:
     """Return the hidden share of each feature's collectives, and features that fell back."""
-    found = [f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"]
+    found = [
+        f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"
+    ]
     for name, (hidden, whole, what) in OVERLAPPED.items():
         counters = features.get(name, {}).get("counters", {})
         if counters.get(whole):
@@ -438,13 +531,21 @@ def tp_operators() -> str:
     for result in results:
         settings = result["settings"]
         arms = {
-            row["arm"]: statistics.median([ms for r in result["rows"] if r["arm"] == row["arm"] for ms in r["ms"]])
+            row["arm"]: statistics.median(
+                [ms for r in result["rows"] if r["arm"] == row["arm"] for ms in r["ms"]]
+            )
             for row in result["summary"]
         }
-        kind = {"gather": "gather and product", "scatter": "product and reduce-scatter"}[settings["operators"]]
+        kind = {"gather": "gather and product", "scatter": "product and reduce-scatter"}[
+            settings["operators"]
+        ]
         fused, graphed = arms["ovpatch, fused"], arms["ovpatch, fused, graphed"]
         limit = max(arms["product, graphed"], arms["collective, graphed"])
-        ratios = [arms["in sequence"] / fused, arms["in sequence, graphed"] / graphed, limit / graphed]
+        ratios = [
+            arms["in sequence"] / fused,
+            arms["in sequence, graphed"] / graphed,
+            limit / graphed,
+        ]
         cut = f", cut for {settings['tp']}" if settings["tp"] else ""
         times = [f"{arms[arm]:.3f}" if arm in arms else "" for arm in shown]
         lines.append(
@@ -509,14 +610,26 @@ def programs() -> str:
 
 
 # The rows of README.md: programs that many people run, and one that gains nothing.
-README_PROGRAMS = ("trainer-llama-1.2b", "nano-774m", "resnet50-b32", "nano-124m-compiled", "resnet50-b256")
+README_PROGRAMS = (
+    "trainer-llama-1.2b",
+    "nano-774m",
+    "resnet50-b32",
+    "nano-124m-compiled",
+    "resnet50-b256",
+)
 
 
 def programs_short() -> str:
     """Return the table of README.md: time and memory of :data:`README_PROGRAMS`, stock and with ovpatch."""
     results = {result["program"]: result for result in read_results("programs")}
     shown = [results[name] for name in README_PROGRAMS]
-    header = ["Program", "Step, stock PyTorch", "Step, ovpatch", "Peak memory, stock PyTorch", "Peak memory, ovpatch"]
+    header = [
+        "Program",
+        "Step, stock PyTorch",
+        "Step, ovpatch",
+        "Peak memory, stock PyTorch",
+        "Peak memory, ovpatch",
+    ]
     lines = [_row(header), _row(["---"] * len(header))]
     rounds = set()
     for result in shown:
@@ -526,7 +639,12 @@ def programs_short() -> str:
         memory = f"{ours['peak_gib']:.1f} GiB, **{_percent(ours['peak_gib'] / stock['peak_gib'])}**"
         best = next((row for row in result["summary"] if row["variant"] == "best"), None)
         tuned = f" (best settings {best['median_ms']:.1f})" if best else ""
-        cells = [f"{stock['median_ms']:.1f} ms{tuned}", step, f"{stock['peak_gib']:.1f} GiB", memory]
+        cells = [
+            f"{stock['median_ms']:.1f} ms{tuned}",
+            step,
+            f"{stock['peak_gib']:.1f} GiB",
+            memory,
+        ]
         lines.append(_row([result["title"], *cells]))
     newest = shown[-1]
     return "\n".join(lines) + (
@@ -577,11 +695,15 @@ def _where_and_when(result: dict[str, Any]) -> str:
 def name_run(result: dict[str, Any]) -> str:
     """Return the name of a run of ``ddp_step`` or ``zero_step``: the model and what is special."""
     settings = result["settings"]
-    size = "tiny GPT, host-bound" if settings["size"] == "tiny" else f"GPT {settings['size'].upper()}"
+    size = (
+        "tiny GPT, host-bound" if settings["size"] == "tiny" else f"GPT {settings['size'].upper()}"
+    )
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
     more += ["clipped"] if settings.get("clip") else []
     more += [_COMPILED.get(settings["compile"], "torch.compile")] if settings["compile"] else []
-    more += ["no peer-to-peer"] if result.get("environment", {}).get("NCCL_P2P_DISABLE") == "1" else []
+    more += (
+        ["no peer-to-peer"] if result.get("environment", {}).get("NCCL_P2P_DISABLE") == "1" else []
+    )
     return ", ".join([size, *more])
 
 
@@ -619,14 +741,19 @@ def fill(text: str) -> str:
 
 def main() -> int:
     """Rewrite or check the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
     for page in stale:
         if not check:
             page.write_text(fill(page.read_text()))
-        print(f"{page.relative_to(ROOT)}: {'out of date, run python -m benchmarks.tables' if check else 'written'}")
+        print(
+            f"{page.relative_to(ROOT)}: "
+            f"{'out of date, run python -m benchmarks.tables' if check else 'written'}"
+        )
     return int(check and bool(stale))
 
 

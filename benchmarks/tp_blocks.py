@@ -48,7 +48,10 @@ STOCK: dict[str, dict[str, Any]] = {
     "stock, graphed": {"graph": True},
 }
 OURS: dict[str, dict[str, Any]] = {
-    **{f"ovpatch, {name}": {"options": {"schedule": name}} for name in ("stock", "bulk", "ring", "fused")},
+    **{
+        f"ovpatch, {name}": {"options": {"schedule": name}}
+        for name in ("stock", "bulk", "ring", "fused")
+    },
     "ovpatch, auto": {"options": {"schedule": "auto"}},
     "ovpatch, auto, graphed": {"options": {"schedule": "auto"}, "graph": True},
     **{f"ovpatch, chunk {n}": {"options": {"schedule": "chunk", "chunks": n}} for n in (2, 4)},
@@ -57,7 +60,10 @@ OURS: dict[str, dict[str, Any]] = {
     "ovpatch, bulk, compiled": {"options": {"schedule": "bulk", "compiled": True}, "compile": True},
     "ovpatch, bulk, graphed": {"options": {"schedule": "bulk"}, "graph": True},
     "ovpatch, fused, regather": {"options": {"schedule": "fused", "regather": True}},
-    "ovpatch, fused, compiled": {"options": {"schedule": "fused", "compiled": True}, "compile": True},
+    "ovpatch, fused, compiled": {
+        "options": {"schedule": "fused", "compiled": True},
+        "compile": True,
+    },
     "ovpatch, fused, graphed": {"options": {"schedule": "fused"}, "graph": True},
     "ovpatch, chunk 2, graphed": {"options": {"schedule": "chunk", "chunks": 2}, "graph": True},
 }
@@ -74,8 +80,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for w in (self.q, self.k, self.v)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
 
 
 class MLP(nn.Module):
@@ -83,7 +94,10 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(hidden, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
@@ -150,7 +164,9 @@ def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Ca
     dtype = torch.bfloat16 if CUDA else torch.float32
     made = []
     with torch.device(device()):
-        given = torch.randn(args.batch, size["tokens"] // args.batch // world, size["width"], dtype=dtype)
+        given = torch.randn(
+            args.batch, size["tokens"] // args.batch // world, size["width"], dtype=dtype
+        )
         for _ in range(size["layers"]):
             block = Block(size["width"], size["heads"], size["hidden"]).to(dtype)
             shrink(block, world) if arm.get("limit") else cut(block, mesh, args.plain)
@@ -162,7 +178,11 @@ def build(arm: dict[str, Any], args: argparse.Namespace, mesh: DeviceMesh) -> Ca
     distributed = not arm.get("limit") and not args.plain
 
     def step() -> None:
-        x: Any = DTensor.from_local(given, mesh, (Shard(1),), run_check=False) if distributed else given.detach()
+        x: Any = (
+            DTensor.from_local(given, mesh, (Shard(1),), run_check=False)
+            if distributed
+            else given.detach()
+        )
         x.requires_grad_()
         for block in blocks:
             x = block(x)
@@ -207,11 +227,15 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--size", choices=SIZES, default="8b")
     made.add_argument("--arms", nargs="*", default=[*ARMS], choices=[*ARMS])
     made.add_argument("--batch", type=int, default=1, help="sequences, which share the tokens")
-    made.add_argument("--plain", action="store_true", help="plain tensors between modules instead of DTensors")
+    made.add_argument(
+        "--plain", action="store_true", help="plain tensors between modules instead of DTensors"
+    )
     add_timing(made, rounds=2)
     return made
 

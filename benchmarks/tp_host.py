@@ -26,7 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import ovpatch
 from benchmarks.runs import CUDA, described, device, start
@@ -96,8 +101,14 @@ def measured(mesh: DeviceMesh, rounds: int) -> Iterator[dict[str, Any]]:
     for kind in KINDS:
         weight = torch.randn(WIDTH, WIDTH, device=device(), dtype=torch.bfloat16)
         columns = kind.startswith("column")
-        weight = (weight[: WIDTH // world] if columns else weight[:, : WIDTH // world]).contiguous().requires_grad_()
-        x = torch.randn(ROWS, weight.shape[1], device=device(), dtype=torch.bfloat16, requires_grad=True)
+        weight = (
+            (weight[: WIDTH // world] if columns else weight[:, : WIDTH // world])
+            .contiguous()
+            .requires_grad_()
+        )
+        x = torch.randn(
+            ROWS, weight.shape[1], device=device(), dtype=torch.bfloat16, requires_grad=True
+        )
         for grads in (True, False):
             row: dict[str, Any] = {"kind": kind, "grad": grads}
             with torch.set_grad_enabled(grads):
@@ -113,12 +124,17 @@ def measured(mesh: DeviceMesh, rounds: int) -> Iterator[dict[str, Any]]:
                     cut, given = linear(kind, mesh)
                     row["fused"] = per_call(functools.partial(cut, given), rounds)
             row["over"] = row["bare"] - row["F.linear"]
-            yield {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
+            yield {
+                name: round(value, 1) if isinstance(value, float) else value
+                for name, value in row.items()
+            }
 
 
 def main() -> None:
     """Print a table and write the raw result on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -129,9 +145,14 @@ def main() -> None:
         columns = ["F.linear", "stock", "ovpatch", "fused", "bare", "over"]
         print(f"{'µs per forward':20} {'grad':5}" + "".join(f"{column:>10}" for column in columns))
         for row in rows:
-            print(f"{row['kind']:20} {row['grad']!s:5}" + "".join(f"{row[column]:>10}" for column in columns))
+            print(
+                f"{row['kind']:20} {row['grad']!s:5}"
+                + "".join(f"{row[column]:>10}" for column in columns)
+            )
         if args.json:
-            args.json.write_text(json.dumps(described("tp_host", {"rounds": args.rounds}) | {"rows": rows}, indent=1))
+            args.json.write_text(
+                json.dumps(described("tp_host", {"rounds": args.rounds}) | {"rows": rows}, indent=1)
+            )
     dist.destroy_process_group()
 
 

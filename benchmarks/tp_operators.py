@@ -27,7 +27,17 @@ from torch.distributed import _symmetric_memory  # without which torch.ops.symm_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, get_world, graphed, start, timed
+from benchmarks.runs import (
+    CUDA,
+    add_timing,
+    alternate,
+    clocked,
+    device,
+    get_world,
+    graphed,
+    start,
+    timed,
+)
 from ovpatch.overlap.tensor_parallel import tp_group
 from ovpatch.overlap.tensor_parallel.schedules import parse_schedule
 
@@ -58,7 +68,9 @@ class Linear:
         self.group, self.world = get_world(), dist.get_world_size()
         self.mesh = DeviceMesh.from_group(self.group, device().type)
         self.ranks = tp_group.get_tp_group(self.group, device())
-        self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
+        self.draw = functools.partial(
+            torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device()
+        )
 
     def sharded(self, local: Tensor, dim: int) -> DTensor:
         """Return a DTensor with a shard on this rank."""
@@ -91,7 +103,10 @@ class Gather(Linear):
 
     def __init__(self, tokens: int, outside: int, between: int) -> None:
         super().__init__()
-        self.x, self.weight = self.draw(tokens // self.world, outside), self.draw(between, outside) * outside**-0.5
+        self.x, self.weight = (
+            self.draw(tokens // self.world, outside),
+            self.draw(between, outside) * outside**-0.5,
+        )
         self.full, self.cut = self.draw(tokens, outside), self.sharded(self.weight, 0)
 
     def product(self) -> Tensor:
@@ -122,7 +137,9 @@ class Gather(Linear):
 
     def ours(self, schedule: str) -> Tensor:
         """Compute by a schedule of the feature."""
-        (out,), _ = parse_schedule(schedule).gather_linear(self.ranks, self.x, [self.weight], [None], True)
+        (out,), _ = parse_schedule(schedule).gather_linear(
+            self.ranks, self.x, [self.weight], [None], True
+        )
         return out
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
@@ -146,7 +163,10 @@ class Scatter(Linear):
 
     def __init__(self, tokens: int, outside: int, between: int) -> None:
         super().__init__()
-        self.x, self.weight = self.draw(tokens, between), self.draw(outside, between) * (between * self.world) ** -0.5
+        self.x, self.weight = (
+            self.draw(tokens, between),
+            self.draw(outside, between) * (between * self.world) ** -0.5,
+        )
         self.terms, self.part = self.draw(tokens, outside), self.draw(tokens // self.world, outside)
         self.cut = self.sharded(self.weight, 1)
 
@@ -173,7 +193,9 @@ class Scatter(Linear):
     def torch_fused(self) -> Tensor:
         """Compute by torch's operator on symmetric memory."""
         name = self.group.group_name
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.x, self.weight.t(), "sum", 0, name)
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            self.x, self.weight.t(), "sum", 0, name
+        )
 
     def ours(self, schedule: str) -> Tensor:
         """Compute by a schedule of the feature."""
@@ -195,7 +217,10 @@ def variants(operator: Any) -> dict[str, Any]:
         return {}
     from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 
-    found = {"128x128": Tiles(columns=128, stages=4), "128x256 in halves": Tiles(split=True, stages=4)}
+    found = {
+        "128x128": Tiles(columns=128, stages=4),
+        "128x256 in halves": Tiles(split=True, stages=4),
+    }
     found |= {f"groups of {n}": Tiles(group=n) for n in (1, 16)}
     if isinstance(operator, Gather):
         found |= {f"{n} fetch": Tiles(pullers=n) for n in (12, 20, 32)}
@@ -204,20 +229,29 @@ def variants(operator: Any) -> dict[str, Any]:
 
 def arms(operator: Any) -> dict[str, Operator]:
     """Return the timed functions by name."""
-    ours = {f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")}
+    ours = {
+        f"ovpatch, {name}": functools.partial(operator.ours, name) for name in ("bulk", "fused")
+    }
     eager: dict[str, Operator] = {
         "product": operator.product,
         "collective": operator.collective,
         "in sequence": operator.in_sequence,
         **ours,
     }
-    peers = {"stock": operator.stock, "stock, compiled": torch.compile(operator.stock, fullgraph=True)}
+    peers = {
+        "stock": operator.stock,
+        "stock, compiled": torch.compile(operator.stock, fullgraph=True),
+    }
     if not CUDA:
         return eager | peers
-    peers |= {COMPILED[1]: torch.compile(operator.stock, fullgraph=True), "torch symm_mem": operator.torch_fused}
+    peers |= {
+        COMPILED[1]: torch.compile(operator.stock, fullgraph=True),
+        "torch symm_mem": operator.torch_fused,
+    }
     captured = {name: call for name, call in eager.items() if name != "ovpatch, bulk"}
     captured |= {
-        f"kernels, {name}": functools.partial(operator.kernels, tiles) for name, tiles in variants(operator).items()
+        f"kernels, {name}": functools.partial(operator.kernels, tiles)
+        for name, tiles in variants(operator).items()
     }
     return eager | peers | {f"{name}, graphed": call for name, call in captured.items()}
 
@@ -255,7 +289,9 @@ def measure(name: str, operator: Any, args: argparse.Namespace) -> dict[str, Any
         return _measured(name, arms(operator)[name], operator, args)
 
 
-def _measured(name: str, compute: Operator, operator: Any, args: argparse.Namespace) -> dict[str, Any]:
+def _measured(
+    name: str, compute: Operator, operator: Any, args: argparse.Namespace
+) -> dict[str, Any]:
     if name.removesuffix(", graphed") not in LIMITS:
         check(name, compute, operator)
 
@@ -272,11 +308,17 @@ def _measured(name: str, compute: Operator, operator: Any, args: argparse.Namesp
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8b"])
     made.add_argument("--operators", nargs="*", choices=OPERATORS, default=[*OPERATORS])
     made.add_argument("--tokens", type=int, help="instead of the shape's")
-    made.add_argument("--tp", type=int, help="over how many ranks features are cut; by default as many as there are")
+    made.add_argument(
+        "--tp",
+        type=int,
+        help="over how many ranks features are cut; by default as many as there are",
+    )
     made.add_argument("--inner", type=int, default=10, help="calls of a step")
     made.add_argument("--arms", nargs="*", help="by default all")
     add_timing(made, rounds=2)
@@ -290,14 +332,20 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     for shape, kind in itertools.product(args.shapes, args.operators):
         tokens, outside, between = SHAPES[shape]
-        operator = OPERATORS[kind](args.tokens or tokens, outside, between // (args.tp or dist.get_world_size()))
+        operator = OPERATORS[kind](
+            args.tokens or tokens, outside, between // (args.tp or dist.get_world_size())
+        )
         names = list(args.arms or arms(operator))
         if unknown := set(names) - set(arms(operator)):
-            raise SystemExit(f"unknown arms {sorted(unknown)}: choose from {', '.join(arms(operator))}")
+            raise SystemExit(
+                f"unknown arms {sorted(unknown)}: choose from {', '.join(arms(operator))}"
+            )
         given = argparse.Namespace(**{**vars(args), "shapes": shape, "operators": kind})
         if dist.get_rank() == 0:
             print(f"\n{kind}, {shape}")
-        alternate("tp_operators", names, functools.partial(measure, operator=operator, args=args), given)
+        alternate(
+            "tp_operators", names, functools.partial(measure, operator=operator, args=args), given
+        )
     dist.destroy_process_group()
 
 

@@ -32,7 +32,9 @@ def train(args: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     torch.manual_seed(0)
     with device:
-        model = DistributedDataParallel(GPT(**SIZES[args.size]), device_ids=[device.index] if cuda else None)
+        model = DistributedDataParallel(
+            GPT(**SIZES[args.size]), device_ids=[device.index] if cuda else None
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
     torch.manual_seed(1 + dist.get_rank())
     shape, vocabulary = (args.batch, SIZES[args.size]["context"]), SIZES[args.size]["vocabulary"]
@@ -51,7 +53,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and microbatch")

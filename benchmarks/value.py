@@ -70,7 +70,9 @@ class Value:
 def read_values(text: str) -> tuple[list[Value], dict[str, str]]:
     """Return the values of the file, and the reasons why other values need no gain, by name."""
     tables = tomllib.loads(text)
-    values = [Value(**table | {"against": tuple(table.get("against", ()))}) for table in tables["value"]]
+    values = [
+        Value(**table | {"against": tuple(table.get("against", ()))}) for table in tables["value"]
+    ]
     return values, {exempt["name"]: exempt["reason"] for exempt in tables["exempt"]}
 
 
@@ -113,7 +115,9 @@ def write_values(text: str, values: Sequence[Value]) -> str:
     tables = []
     for value in values:
         fields = {name: field for name, field in vars(value).items() if field not in ("", None, ())}
-        lines = [f"{name} = {json.dumps(field, ensure_ascii=False)}" for name, field in fields.items()]
+        lines = [
+            f"{name} = {json.dumps(field, ensure_ascii=False)}" for name, field in fields.items()
+        ]
         tables.append("\n".join(["[[value]]", *lines, ""]))
     return head + "\n".join([*tables, reasons])
 
@@ -121,13 +125,19 @@ def write_values(text: str, values: Sequence[Value]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the values; with ``--write``, renew the file."""
     parser = argparse.ArgumentParser(description="Compute what each feature and option gains.")
-    parser.add_argument("--write", action="store_true", help="renew the numbers in benchmarks/value.toml")
+    parser.add_argument(
+        "--write", action="store_true", help="renew the numbers in benchmarks/value.toml"
+    )
     options = parser.parse_args(arguments)
     text = VALUE_FILE.read_text(encoding="utf-8")
     values = [measure(value) for value in read_values(text)[0]]
     for value in values:
-        numbers = f"time {value.time_percent}%, memory {value.memory_percent}%, {value.rounds} rounds"
-        print(f"{value.name:48} {value.status:13} {numbers if value.result else 'no result on file'}")
+        numbers = (
+            f"time {value.time_percent}%, memory {value.memory_percent}%, {value.rounds} rounds"
+        )
+        print(
+            f"{value.name:48} {value.status:13} {numbers if value.result else 'no result on file'}"
+        )
     if options.write:
         VALUE_FILE.write_text(write_values(text, values), encoding="utf-8")
 

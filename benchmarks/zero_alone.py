@@ -39,7 +39,14 @@ from benchmarks import zero_step
 from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
 from ovpatch.overlap.comm import host_barrier, step_flags
-from ovpatch.overlap.comm.collectives import AllGather, AllReduce, Collectives, ReduceScatter, Work, WorkGroup
+from ovpatch.overlap.comm.collectives import (
+    AllGather,
+    AllReduce,
+    Collectives,
+    ReduceScatter,
+    Work,
+    WorkGroup,
+)
 from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch_plugins.ddp import nccl_budget
@@ -50,7 +57,12 @@ _LONGEST_S = 600
 
 def join(world: int) -> None:
     """Join a group as rank 0, without other ranks."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     if CUDA:
         torch.cuda.set_device(0)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
@@ -71,15 +83,21 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
                 votes.mul_(dist.get_world_size())
         return [WorkGroup([])]
 
-    def gathered(self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+    def gathered(
+        self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Sequence[Work]:
         pairs = list(zip(outputs, inputs, strict=True))
         if warming():  # the input may be a view of the output
-            _copy([(to.view(dist.get_world_size(), -1), of.clone().view(1, -1)) for to, of in pairs])
+            _copy(
+                [(to.view(dist.get_world_size(), -1), of.clone().view(1, -1)) for to, of in pairs]
+            )
         own = [(_own(to), of.view(-1)) for to, of in pairs]
         _copy([(to, of) for to, of in own if to.data_ptr() != of.data_ptr()])
         return [WorkGroup([])]
 
-    def scattered(self: object, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+    def scattered(
+        self: object, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Sequence[Work]:
         _copy([(part.view(-1), _own(full)) for part, full in zip(outputs, inputs, strict=True)])
         return [WorkGroup([])]
 
@@ -90,7 +108,10 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
     quiet = mock.patch.object(StepFlags, "failed_steps", return_value=[])
     averages = mock.patch.object(nccl_budget, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "reduce_scatter_fp32", scattered)
-    copying = mock.patch.multiple(sharded_grads, reduce_scatter_transport=lambda *_: copied or None), widely
+    copying = (
+        mock.patch.multiple(sharded_grads, reduce_scatter_transport=lambda *_: copied or None),
+        widely,
+    )
     hosts = mock.patch.object(host_barrier, "is_needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
@@ -154,7 +175,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         timing = True
         return running(step, steps)
 
-    alone = without_peers(lambda: not timing, copied="copy engines" in args.arm) if ours else stock_alone()
+    alone = (
+        without_peers(lambda: not timing, copied="copy engines" in args.arm)
+        if ours
+        else stock_alone()
+    )
     with alone, mock.patch.object(zero_step, "LR", 0.0):
         if ours:
             features, options, kwargs = OURS[args.arm]

@@ -41,11 +41,17 @@ class Problem:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.size, self.accumulate, self.clip, self.compile = SIZES[args.size], args.accumulate, args.clip, args.compile
+        self.size, self.accumulate, self.clip, self.compile = (
+            SIZES[args.size],
+            args.accumulate,
+            args.clip,
+            args.compile,
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = args.batch, self.size["context"]
         self.tokens, self.targets = (
-            torch.randint(0, self.size["vocabulary"], shape, generator=generator).to(device()) for _ in range(2)
+            torch.randint(0, self.size["vocabulary"], shape, generator=generator).to(device())
+            for _ in range(2)
         )
 
     def model(self, dtype: torch.dtype = torch.float32) -> GPT:
@@ -97,7 +103,9 @@ def limit(problem: Problem, dtype: torch.dtype, linears: torch.dtype | None = No
         if isinstance(module, nn.Linear):
             module.to(linears or dtype)
     params = list(model.parameters())
-    share = torch.zeros(sum(param.numel() for param in params) // dist.get_world_size(), device=device())
+    share = torch.zeros(
+        sum(param.numel() for param in params) // dist.get_world_size(), device=device()
+    )
     share.grad = torch.zeros_like(share)
     optimizer, trained = adamw([share]), problem.ready(model)
 
@@ -113,13 +121,21 @@ def limit(problem: Problem, dtype: torch.dtype, linears: torch.dtype | None = No
 # ---------------------------------------------------------------- peers
 
 
-def ddp(problem: Problem, *, dtype: torch.dtype = torch.float32, zero: bool = False, **kwargs: Any) -> Step:
+def ddp(
+    problem: Problem, *, dtype: torch.dtype = torch.float32, zero: bool = False, **kwargs: Any
+) -> Step:
     """Stock DDP, or ovpatch's if it is applied: the script is the same."""
-    wrapped = DistributedDataParallel(problem.model(dtype), device_ids=[device().index] if CUDA else None, **kwargs)
+    wrapped = DistributedDataParallel(
+        problem.model(dtype), device_ids=[device().index] if CUDA else None, **kwargs
+    )
     trained = problem.ready(wrapped)
     if zero:
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-            wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, fused=CUDA
+            wrapped.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            lr=LR,
+            fused=CUDA,
         )
     else:
         optimizer = adamw(wrapped.parameters())
@@ -179,10 +195,14 @@ def megatron(problem: Problem) -> Step:
         params_dtype=bf16,
     )
     overlap = {"overlap_param_gather": True, "use_distributed_optimizer": True}
-    reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, **overlap)
+    reduction = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, **overlap
+    )
     wrapped = MegatronDDP(config, reduction, problem.model(bf16))
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=LR, bf16=True, params_dtype=bf16, clip_grad=problem.clip, **overlap),
+        OptimizerConfig(
+            optimizer="adam", lr=LR, bf16=True, params_dtype=bf16, clip_grad=problem.clip, **overlap
+        ),
         [wrapped],
     )
     trained = problem.ready(wrapped)
@@ -211,8 +231,12 @@ PEERS: dict[str, Callable[[Problem], Step]] = {
     "limit, bf16 linears": lambda problem: limit(problem, torch.float32, torch.bfloat16),
     "stock": ddp,
     "stock, bucket view": lambda problem: ddp(problem, gradient_as_bucket_view=True),
-    "stock, bucket view, 400 MiB": lambda problem: ddp(problem, gradient_as_bucket_view=True, bucket_cap_mb=400),
-    "ZeroRedundancyOptimizer": lambda problem: ddp(problem, zero=True, gradient_as_bucket_view=True),
+    "stock, bucket view, 400 MiB": lambda problem: ddp(
+        problem, gradient_as_bucket_view=True, bucket_cap_mb=400
+    ),
+    "ZeroRedundancyOptimizer": lambda problem: ddp(
+        problem, zero=True, gradient_as_bucket_view=True
+    ),
     "FSDP2, ZeRO-2": lambda problem: fsdp2(problem, reshard=False),
     "FSDP2, ZeRO-3": lambda problem: fsdp2(problem, reshard=True),
     "Megatron-Core": megatron,
@@ -227,8 +251,13 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
     "ovpatch, gradients kept": (BOTH, {"dist_optimizer": {"grads_in_flight_mb": 0.0}}, {}),
     "ovpatch, NCCL": (BOTH, {"dist_optimizer": {"copy_engines": "off"}}, {}),
     "ovpatch, copy engines": (BOTH, {"dist_optimizer": {"copy_engines": "on"}}, {}),
-    **{f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {}) for mb in (128, 256)},
-    **{f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)},
+    **{
+        f"ovpatch, gather {mb} MiB": (BOTH, {"dist_optimizer": {"gather_bucket_mb": mb}}, {})
+        for mb in (128, 256)
+    },
+    **{
+        f"ovpatch, bucket {mb} MiB": (BOTH, {}, {"bucket_cap_mb": mb}) for mb in (50, 100, 200, 400)
+    },
     **{f"ovpatch, max_ctas {n}": (BOTH, {"ddp": {"max_ctas": n}}, {}) for n in (8, 16)},
     "ovpatch, bf16 weights": (BOTH, MAIN, BF16),
     "ovpatch, bf16 weights, NCCL": (
@@ -241,7 +270,11 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]
         {**MAIN, "dist_optimizer": MAIN["dist_optimizer"] | {"copy_engines": "on"}},
         BF16,
     ),
-    "ovpatch, bf16 weights, no overlap": (BOTH, {name: SERIAL[name] | MAIN[name] for name in BOTH}, BF16),
+    "ovpatch, bf16 weights, no overlap": (
+        BOTH,
+        {name: SERIAL[name] | MAIN[name] for name in BOTH},
+        BF16,
+    ),
 }
 ARMS = [*PEERS, *OURS]
 
@@ -277,13 +310,17 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--size", choices=SIZES, default="1b")
     made.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     made.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
     made.add_argument("--accumulate", type=int, default=1)
     made.add_argument("--clip", type=float, default=0.0, help="clip gradients to this norm")
-    made.add_argument("--compile", choices=("model", "blocks"), help="compile the whole, or its blocks one by one")
+    made.add_argument(
+        "--compile", choices=("model", "blocks"), help="compile the whole, or its blocks one by one"
+    )
     add_timing(made, rounds=2)
     return made
 
@@ -296,8 +333,16 @@ def main() -> None:
         model = GPT(**SIZES[args.size])
     context = SIZES[args.size]["context"]
     args.flops = flops_per_step(model, args.batch * args.accumulate * context, context)
-    first = next((name for name in args.arms if name in OURS), None)  # later arms find its cached choices
-    alternate("zero_step", args.arms, lambda name: measure(name, args), args, chooses=lambda name: name == first)
+    first = next(
+        (name for name in args.arms if name in OURS), None
+    )  # later arms find its cached choices
+    alternate(
+        "zero_step",
+        args.arms,
+        lambda name: measure(name, args),
+        args,
+        chooses=lambda name: name == first,
+    )
     dist.destroy_process_group()
 
 

@@ -79,6 +79,8 @@ def make_lightning_callback() -> Any:
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.is_global_zero:
                 print(ovpatch.report())
-                log_gains(logger.experiment for logger in trainer.loggers if hasattr(logger, "experiment"))
+                log_gains(
+                    logger.experiment for logger in trainer.loggers if hasattr(logger, "experiment")
+                )
 
     return ReportCallback()

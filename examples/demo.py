@@ -88,7 +88,12 @@ def progress(console: Console, name: str, steps: int) -> Iterator[Advance]:
 
         yield line
         return
-    columns = (TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
         task = bar.add_task(name, total=steps, note="starting")
         yield lambda done, note: bar.update(task, completed=done, note=note)
@@ -130,7 +135,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def train(name: str, command: Sequence[str], env: Mapping[str, str], steps: int, console: Console) -> Run:
+def train(
+    name: str, command: Sequence[str], env: Mapping[str, str], steps: int, console: Console
+) -> Run:
     """Run a command that trains; its standard streams go to ``.demo/NAME.out``, its steps to ``.demo/NAME.jsonl``."""
     log, out = OUT / f"{name}.jsonl", OUT / f"{name}.out"
     log.unlink(missing_ok=True)
@@ -138,14 +145,23 @@ def train(name: str, command: Sequence[str], env: Mapping[str, str], steps: int,
     started = time.monotonic()
     with out.open("wb") as file, progress(console, name, steps) as advance:
         process = subprocess.Popen(
-            run.command, env={**env}, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            run.command,
+            env={**env},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         try:
             finished = follow(process, log, advance)
         finally:
             end(process)
     run.seconds = time.monotonic() - started
-    run.records, run.output, run.returncode = read_log(log), out.read_text(errors="replace"), process.returncode
+    run.records, run.output, run.returncode = (
+        read_log(log),
+        out.read_text(errors="replace"),
+        process.returncode,
+    )
     if not finished:
         run.returncode = 1
         run.output += f"\nNo new step for {STALL_S:.0f} s: the run hung and was ended.\n"
@@ -164,7 +180,10 @@ def check_run(run: Run, steps: int) -> list[str]:
     """Return the faults of a run by itself."""
     if run.returncode != 0:
         tail = "\n    ".join(run.output.strip().splitlines()[-25:])
-        return [f"the {run.name} run failed with exit status {run.returncode}; its last lines:\n    {tail}"]
+        return [
+            f"the {run.name} run failed with exit status {run.returncode}; its last lines:\n    "
+            f"{tail}"
+        ]
     if len(run.records) != steps:
         return [f"the {run.name} run logged {len(run.records)} steps instead of {steps}"]
     return []
@@ -177,7 +196,9 @@ def largest_difference(a: Run, b: Run, key: str) -> float:
     return max(float("inf") if gap != gap else gap for gap in gaps)
 
 
-def check_losses(stock: Run, patched: Run, reordered: Run | None = None, *, by_parts: bool = False) -> list[str]:
+def check_losses(
+    stock: Run, patched: Run, reordered: Run | None = None, *, by_parts: bool = False
+) -> list[str]:
     """Return how the patched run differs from the stock one by more than it may."""
     problems = []
     for key in ("loss", "grad_norm"):
@@ -188,7 +209,9 @@ def check_losses(stock: Run, patched: Run, reordered: Run | None = None, *, by_p
         if gap > allowed:
             pairs = zip(stock.records, patched.records, strict=True)
             step = next(i for i, (x, y) in enumerate(pairs) if x[key] != y[key])
-            problems.append(f"{key} differs by up to {gap:.3g}, allowed is {allowed:.3g}; first at step {step}")
+            problems.append(
+                f"{key} differs by up to {gap:.3g}, allowed is {allowed:.3g}; first at step {step}"
+            )
     return problems
 
 
@@ -198,10 +221,17 @@ def check_report(report: Mapping[str, Any], nproc: int, *, by_parts: bool = Fals
         return ["no worker was patched: ovpatch got no report of any process"]
     feature = next((feature for feature in report["features"] if feature["name"] == FEATURE), None)
     if feature is None:
-        return [f"the report does not know the feature {FEATURE}; is the package installed (pip install -e .)?"]
+        return [
+            f"the report does not know the feature {FEATURE}; is the package installed (pip "
+            "install -e .)?"
+        ]
     workers = {worker["rank"]: worker for worker in feature["processes"]}
-    problems = [problem for rank in range(nproc) for problem in check_worker(rank, workers.get(rank))]
-    if by_parts and not any(row["name"] == BY_PARTS and row["counters"].get("steps") for row in report["features"]):
+    problems = [
+        problem for rank in range(nproc) for problem in check_worker(rank, workers.get(rank))
+    ]
+    if by_parts and not any(
+        row["name"] == BY_PARTS and row["counters"].get("steps") for row in report["features"]
+    ):
         problems.append(f"the feature {BY_PARTS} made no step")
     return problems
 
@@ -211,9 +241,16 @@ def check_worker(rank: int, worker: Mapping[str, Any] | None) -> list[str]:
     if worker is None:
         return [f"the worker of rank {rank} was not patched: it is not in the report"]
     if worker["state"] != "applied":
-        return [f"the worker of rank {rank} was not patched: {FEATURE} is {worker['state']} ({worker['reason']})"]
+        return [
+            f"the worker of rank {rank} was not patched: {FEATURE} is {worker['state']} "
+            f"({worker['reason']})"
+        ]
     counters = worker["counters"]
-    problems = [f"rank {rank}: counter {name} of {FEATURE} is 0" for name in MUST_COUNT if not counters.get(name)]
+    problems = [
+        f"rank {rank}: counter {name} of {FEATURE} is 0"
+        for name in MUST_COUNT
+        if not counters.get(name)
+    ]
     if counters.get("stock_models"):
         problems.append(f"rank {rank}: the model fell back to the stock reducer")
     return problems
@@ -228,10 +265,19 @@ def show_runs(console: Console, stock: Run, patched: Run) -> None:
     One run of each on a machine that may be busy shows no speed, so no times are printed.
     """
     table = Table("step", title="the same script, stock and patched", title_justify="left")
-    for column in ("stock loss", "patched loss", "|difference|", "stock norm", "patched norm", "|difference|"):
+    for column in (
+        "stock loss",
+        "patched loss",
+        "|difference|",
+        "stock norm",
+        "patched norm",
+        "|difference|",
+    ):
         table.add_column(column, justify="right")
     last = len(stock.records) - 1
-    for i in sorted({0, 1, 2, 5, *range(10, last, max(10, last // 6 // 10 * 10)), last} & set(range(last + 1))):
+    for i in sorted(
+        {0, 1, 2, 5, *range(10, last, max(10, last // 6 // 10 * 10)), last} & set(range(last + 1))
+    ):
         cells = []
         for key in ("loss", "grad_norm"):
             a, b = stock.records[i][key], patched.records[i][key]
@@ -241,7 +287,8 @@ def show_runs(console: Console, stock: Run, patched: Run) -> None:
     final = mean(record["loss"] for record in stock.records[-10:])
     gaps = (largest_difference(stock, patched, key) for key in ("loss", "grad_norm"))
     for line in (
-        f"the loss fell from {stock.records[0]['loss']:.3f} to {final:.3f}, the mean of the last ten steps",
+        f"the loss fell from {stock.records[0]['loss']:.3f} to {final:.3f}, the mean of the last "
+        "ten steps",
         "largest difference over all steps: loss {:.3g}, gradient norm {:.3g}".format(*gaps),
         "whether it is faster: ovpatch bench -- torchrun … measures that, in several runs of each",
     ):
@@ -250,9 +297,16 @@ def show_runs(console: Console, stock: Run, patched: Run) -> None:
 
 def show_state(console: Console, report: Mapping[str, Any], nproc: int) -> None:
     """Print how much optimizer state a process keeps by parts, and how much stock keeps of the same."""
-    counters = next(feature["counters"] for feature in report["features"] if feature["name"] == BY_PARTS)
-    kept, stock = (counters.get(name, 0) / nproc / 2**20 for name in ("state_bytes", "state_bytes_whole"))
-    console.print(f"optimizer state per process: {kept:.1f} MiB, where stock keeps {stock:.1f} MiB", highlight=False)
+    counters = next(
+        feature["counters"] for feature in report["features"] if feature["name"] == BY_PARTS
+    )
+    kept, stock = (
+        counters.get(name, 0) / nproc / 2**20 for name in ("state_bytes", "state_bytes_whole")
+    )
+    console.print(
+        f"optimizer state per process: {kept:.1f} MiB, where stock keeps {stock:.1f} MiB",
+        highlight=False,
+    )
 
 
 # --- the demo ------------------------------------------------------------------------------------------------------
@@ -262,7 +316,10 @@ def plan(args: argparse.Namespace, gpus: int) -> tuple[int, list[str], str]:
     """Return the number of processes, the script's arguments and a sentence about both."""
     on_gpu = gpus >= 2 and (args.nproc or 2) <= gpus
     nproc = args.nproc or (min(gpus, MAX_GPUS) if on_gpu else 2)
-    script_args = [f"--steps={args.steps or (20 if args.quick else 100)}", *(TINY if args.quick else [])]
+    script_args = [
+        f"--steps={args.steps or (20 if args.quick else 100)}",
+        *(TINY if args.quick else []),
+    ]
     if on_gpu:
         return nproc, [*script_args, *ON_GPU], f"{nproc} processes, one GPU each, NCCL"
     why = " (one GPU is not enough to show it on: two processes need two)" if gpus == 1 else ""
@@ -270,11 +327,21 @@ def plan(args: argparse.Namespace, gpus: int) -> tuple[int, list[str], str]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train examples/train_gpt.py stock and patched, side by side.")
+    parser = argparse.ArgumentParser(
+        description="Train examples/train_gpt.py stock and patched, side by side."
+    )
     parser.add_argument("--steps", type=int, help="default: 100, or 20 with --quick")
-    parser.add_argument("--nproc", type=int, help="processes; default: one per GPU, at most 8, or 2 on the CPU")
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps, to see that it works")
-    parser.add_argument("--features", metavar="LIST", help="what OVPATCH says in the patched run, as +dist_optimizer")
+    parser.add_argument(
+        "--nproc", type=int, help="processes; default: one per GPU, at most 8, or 2 on the CPU"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller model and fewer steps, to see that it works"
+    )
+    parser.add_argument(
+        "--features",
+        metavar="LIST",
+        help="what OVPATCH says in the patched run, as +dist_optimizer",
+    )
     args = parser.parse_args(argv)
     if (args.nproc is not None and args.nproc < 2) or (args.steps is not None and args.steps < 1):
         parser.error("--nproc must be at least 2 and --steps at least 1")
@@ -285,14 +352,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     nproc, script_args, sentence = plan(args, torch.cuda.device_count())
-    console.print(f"{SCRIPT.relative_to(ROOT)}: {sentence}; {script_args[0].lstrip('-')}", highlight=False)
+    console.print(
+        f"{SCRIPT.relative_to(ROOT)}: {sentence}; {script_args[0].lstrip('-')}", highlight=False
+    )
     OUT.mkdir(exist_ok=True)
     report_file = OUT / "report.json"
     report_file.unlink(missing_ok=True)
 
     by_parts = BY_PARTS in (args.features or "")
     script_args += ["--clip=0"] if by_parts else []
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+    ]
     job = [*torchrun, str(SCRIPT), *script_args]
     ovpatch_run = [sys.executable, "-m", "ovpatch", "run", f"--report={report_file}", "--"]
     env = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -306,7 +381,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.extend(check_run(runs[-1], steps))
         return not problems
 
-    finished = launch("stock", job, OVPATCH="0") and launch("patched", [*ovpatch_run, *job], **features)
+    finished = launch("stock", job, OVPATCH="0") and launch(
+        "patched", [*ovpatch_run, *job], **features
+    )
     if finished and nproc > 2:
         finished = launch("reordered", [*job, "--bucket-cap-mb=1"], OVPATCH="0")
     report = read_report(report_file)
@@ -322,7 +399,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
         console.print(f"FAILED: {problem}", style="bold red", markup=False, highlight=False)
     if not problems:
-        equal = "bitwise equal" if nproc == 2 else "equal within twice what stock differs by with other buckets"
+        equal = (
+            "bitwise equal"
+            if nproc == 2
+            else "equal within twice what stock differs by with other buckets"
+        )
         what = "losses" if by_parts else "losses and gradient norms"
         console.print(f"OK: {what} are {equal}; all {nproc} workers were patched.", style="green")
     return 1 if problems else 0

@@ -43,7 +43,9 @@ VOCABULARY = 256  # a token is a byte
 
 def text() -> Tensor:
     """Return the bytes of all topics."""
-    return torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8
+    ).long()
 
 
 def build(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -79,7 +81,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def train_pipeline(args: argparse.Namespace, device: torch.device) -> None:
     """Train the stages of this rank."""
     mesh = init_device_mesh(
-        device.type, (dist.get_world_size() // args.pipeline, args.pipeline), mesh_dim_names=("dp", "pp")
+        device.type,
+        (dist.get_world_size() // args.pipeline, args.pipeline),
+        mesh_dim_names=("dp", "pp"),
     )
     replica, replicas = mesh.get_local_rank("dp"), mesh["dp"].size()
     data = text()
@@ -139,10 +143,14 @@ def log(step: int, losses: list[Tensor]) -> None:
 
 def main() -> None:
     """Parse the arguments and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--loop", choices=("plain", "accelerate", "whole"), default="plain")
     parser.add_argument("--placement", choices=("straight", "loop", "vee"), default="straight")
-    parser.add_argument("--pipeline", type=int, default=0, help="ranks of a pipeline; all by default")
+    parser.add_argument(
+        "--pipeline", type=int, default=0, help="ranks of a pipeline; all by default"
+    )
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=2, help="sequences in a microbatch")
     parser.add_argument("--layers", type=int, default=4)
@@ -152,8 +160,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpus else torch.device("cpu")
+    use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    )
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if use_gpus
+        else torch.device("cpu")
+    )
     if args.loop == "whole":
         train_whole(args, device)
         return

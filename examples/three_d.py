@@ -42,8 +42,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (part(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return result
 
@@ -54,7 +59,9 @@ class Stage(nn.Module):
     def __init__(self, args: argparse.Namespace, index: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, args.width) if index == 0 else None
-        self.blocks = nn.ModuleList(Block(args.width, args.heads) for _ in range(args.layers // args.pp))
+        self.blocks = nn.ModuleList(
+            Block(args.width, args.heads) for _ in range(args.layers // args.pp)
+        )
         self.head = nn.Linear(args.width, VOCABULARY) if index == args.pp - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +76,12 @@ def make_stage(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
     index = mesh.get_local_rank("pp")
     torch.manual_seed(index)
     module = Stage(args, index).to(device)
-    plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "out": RowwiseParallel()}
+    plan = {
+        "q": ColwiseParallel(),
+        "k": ColwiseParallel(),
+        "v": ColwiseParallel(),
+        "out": RowwiseParallel(),
+    }
     plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in module.blocks:
         if args.tp > 1:
@@ -87,7 +99,9 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small decoder over a mesh of three dimensions.")
+    parser = argparse.ArgumentParser(
+        description="Train a small decoder over a mesh of three dimensions."
+    )
     add = parser.add_argument
     add("--steps", type=int, default=20)
     add("--microbatches", type=int, default=8)
@@ -110,20 +124,29 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    mesh = init_device_mesh(device.type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(
+        device.type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp")
+    )
     stage = make_stage(args, mesh, device)
     schedule = Schedule1F1B(stage, args.microbatches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-3, foreach=False)
     for step in range(args.steps):
         data = torch.Generator().manual_seed(1000 * step + mesh.get_local_rank("dp"))
-        rows = torch.randint(VOCABULARY, (args.microbatches * args.rows, args.context + 1), generator=data).to(device)
+        rows = torch.randint(
+            VOCABULARY, (args.microbatches * args.rows, args.context + 1), generator=data
+        ).to(device)
         started, losses = time.perf_counter(), list[Tensor]()
-        schedule.step(*((rows[:, :-1],) if stage.is_first else ()), target=rows[:, 1:], losses=losses)
+        schedule.step(
+            *((rows[:, :-1],) if stage.is_first else ()), target=rows[:, 1:], losses=losses
+        )
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last and mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0:
             seconds = time.perf_counter() - started
-            print(f"step {step}: loss {torch.stack(losses).mean():.4f}, {1000 * seconds:.0f} ms", flush=True)
+            print(
+                f"step {step}: loss {torch.stack(losses).mean():.4f}, {1000 * seconds:.0f} ms",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -35,19 +35,38 @@ from train_tp import Llama, batch, cut  # noqa: E402  # the model and its plan, 
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small Llama over a mesh of data and tensor parallelism.")
+    parser = argparse.ArgumentParser(
+        description="Train a small Llama over a mesh of data and tensor parallelism."
+    )
     add = parser.add_argument
     add("--steps", type=int, default=100)
-    add("--batch-size", type=int, default=6, help="sequences per microbatch and group of ranks that share a model")
+    add(
+        "--batch-size",
+        type=int,
+        default=6,
+        help="sequences per microbatch and group of ranks that share a model",
+    )
     add("--accumulate", type=int, default=1, help="microbatches per step")
-    add("--context", type=int, default=128, help="bytes per sequence; divides by the ranks that share a model")
+    add(
+        "--context",
+        type=int,
+        default=128,
+        help="bytes per sequence; divides by the ranks that share a model",
+    )
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=8)
     add("--width", type=int, default=384)
     add("--tp", type=int, default=2, help="ranks that share a model")
     add("--lr", type=float, default=1e-3)
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters and activations")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of parameters and activations",
+    )
+    add(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process"
+    )
     add("--seed", type=int, default=1337)
     return parser.parse_args()
 
@@ -56,7 +75,9 @@ def main() -> None:
     args = parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cuda = args.device == "cuda" or (args.device is None and torch.cuda.device_count() >= local_size)
+    cuda = args.device == "cuda" or (
+        args.device is None and torch.cuda.device_count() >= local_size
+    )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -67,9 +88,13 @@ def main() -> None:
     model = Llama(args.layers, args.heads, args.width).to(device, getattr(torch, args.dtype))
     cut(model, mesh["tp"])
     wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        wrapped.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
 
-    text = torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
+    text = torch.frombuffer(
+        bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8
+    ).long()
     for step in range(args.steps):
         start = time.perf_counter()
         for micro in range(args.accumulate):
@@ -84,7 +109,10 @@ def main() -> None:
         optimizer.zero_grad()
         value = loss.full_tensor().item() * args.accumulate
         if rank == 0:
-            print(f"step {step:4d}  loss {value:.4f}  {(time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
+            print(
+                f"step {step:4d}  loss {value:.4f}  {(time.perf_counter() - start) * 1e3:.1f} ms",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

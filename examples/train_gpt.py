@@ -45,7 +45,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time_, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time_, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x)
+            .view(batch, time_, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, time_, width))
 
@@ -58,7 +62,9 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -77,7 +83,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(self._init)
         for name, p in self.named_parameters():
-            if name.endswith(("proj.weight", "mlp.2.weight")):  # these write into the residual stream
+            if name.endswith(
+                ("proj.weight", "mlp.2.weight")
+            ):  # these write into the residual stream
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers))
         self.head.weight = self.tokens.weight
 
@@ -136,7 +144,10 @@ def lr_factor(step: int, warmup: int, total: int) -> float:
 @torch.no_grad()
 def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace) -> float:
     model.eval()
-    losses = [model(*corpus.batch("valid", args.batch_size, seed))[1].item() for seed in range(args.eval_batches)]
+    losses = [
+        model(*corpus.batch("valid", args.batch_size, seed))[1].item()
+        for seed in range(args.eval_batches)
+    ]
     model.train()
     return sum(losses) / len(losses)
 
@@ -144,7 +155,12 @@ def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace) -> floa
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's own documentation.")
     add = parser.add_argument
-    add("--steps", type=int, default=100, help="optimizer steps in total, those before a resume included")
+    add(
+        "--steps",
+        type=int,
+        default=100,
+        help="optimizer steps in total, those before a resume included",
+    )
     add("--batch-size", type=int, default=6, help="sequences per process and micro-batch")
     add("--context", type=int, default=64, help="bytes per sequence")
     add("--layers", type=int, default=6)
@@ -155,15 +171,31 @@ def parse_args() -> argparse.Namespace:
     add("--warmup", type=int, default=10, help="steps")
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: do not clip")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="autocast to this type")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="autocast to this type",
+    )
     add("--bucket-cap-mb", type=int, help="bucket size of DistributedDataParallel")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process")
-    add("--deterministic", action="store_true", help="deterministic CUDA kernels (on CPU they always are)")
+    add(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process"
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="deterministic CUDA kernels (on CPU they always are)",
+    )
     add("--seed", type=int, default=1337)
     add("--eval-every", type=int, default=50, help="steps; rank 0 evaluates alone; 0: never")
     add("--eval-batches", type=int, default=4)
-    add("--checkpoint", type=Path, metavar="FILE", help="written by rank 0 at each evaluation and at the end")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="written by rank 0 at each evaluation and at the end",
+    )
     add("--resume", type=Path, metavar="FILE", help="continue from this checkpoint")
     add("--log-file", type=Path, metavar="FILE", help="append one JSON object per step")
     return parser.parse_args()
@@ -172,8 +204,13 @@ def parse_args() -> argparse.Namespace:
 def set_up(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     """Join the process group if torchrun started us; return rank, world size and device."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cuda = args.device == "cuda" or (args.device is None and torch.cuda.device_count() >= local_size)
+    local_rank, local_size = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    cuda = args.device == "cuda" or (
+        args.device is None and torch.cuda.device_count() >= local_size
+    )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -192,8 +229,12 @@ def main() -> None:
     corpus = Corpus(args.context, device)
 
     raw_model = GPT(args.layers, args.heads, args.width, args.context).to(device)
-    optimizer = raw_model.configure_optimizer(args.lr, args.weight_decay, fused=device.type == "cuda")
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args.warmup, args.steps))
+    optimizer = raw_model.configure_optimizer(
+        args.lr, args.weight_decay, fused=device.type == "cuda"
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, args.warmup, args.steps)
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     first_step = 0
     if args.resume:
@@ -212,14 +253,27 @@ def main() -> None:
         model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, **caps)
     if rank == 0:
         millions = sum(p.numel() for p in raw_model.parameters()) / 1e6
-        print(f"{millions:.1f}M parameters, {world_size} processes on {device.type}, from step {first_step}")
+        print(
+            f"{millions:.1f}M parameters, {world_size} processes on {device.type}, from step "
+            f"{first_step}"
+        )
 
-    autocast = torch.autocast(device.type, getattr(torch, args.dtype), enabled=args.dtype != "float32")
+    autocast = torch.autocast(
+        device.type, getattr(torch, args.dtype), enabled=args.dtype != "float32"
+    )
 
     def save(step: int) -> None:
         if rank == 0 and args.checkpoint:
-            parts = {"model": raw_model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-            torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, args.checkpoint)
+            parts = {
+                "model": raw_model,
+                "optimizer": optimizer,
+                "scheduler": scheduler,
+                "scaler": scaler,
+            }
+            torch.save(
+                {"step": step, **{name: part.state_dict() for name, part in parts.items()}},
+                args.checkpoint,
+            )
 
     for step in range(first_step, args.steps):
         if rank == 0 and args.eval_every and step % args.eval_every == 0:

@@ -56,7 +56,9 @@ def answer_for_the_cpu() -> None:
     def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(make)
         def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
-            return make(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+            return make(
+                *args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {})
+            )
 
         return make_on_cpu
 
@@ -89,7 +91,9 @@ def make_model(args: argparse.Namespace) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
     module = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([layer] * (args.layers // args.pp), layer_norm=LayerNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            [layer] * (args.layers // args.pp), layer_norm=LayerNorm
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=args.context,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -107,14 +111,22 @@ def make_model(args: argparse.Namespace) -> Any:
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and the next tokens, ``[batch, time]``; each copy of the model gets its own."""
     text = torch.tensor(list("".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.long)
-    generator = torch.Generator().manual_seed(1000 * args.seed + parallel_state.get_data_parallel_rank())
+    generator = torch.Generator().manual_seed(
+        1000 * args.seed + parallel_state.get_data_parallel_rank()
+    )
     while True:
-        starts = torch.randint(len(text) - args.context - 1, (args.batch_size,), generator=generator)
-        rows = torch.stack([text[start : start + args.context + 1] for start in starts.tolist()]).to(args.device)
+        starts = torch.randint(
+            len(text) - args.context - 1, (args.batch_size,), generator=generator
+        )
+        rows = torch.stack(
+            [text[start : start + args.context + 1] for start in starts.tolist()]
+        ).to(args.device)
         yield rows[:, :-1], rows[:, 1:]
 
 
-def forward(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def forward(
+    data: Iterator[tuple[Tensor, Tensor]], model: Any
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Compute this stage of a microbatch; return its output, and how that becomes a loss."""
     tokens, targets = next(data)
     length = tokens.shape[1]
@@ -150,14 +162,21 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         for param in model.parameters():
             param.grad = None
-        if losses and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
+        if (
+            losses
+            and parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_data_parallel_rank()
+            == 0
+        ):
             mean = sum(float(record["loss"]) for record in losses) / len(losses)
             print(f"step {step:3d}  loss {mean:.6f}", flush=True)
 
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
     parser.add_argument("--pp", type=int, default=2, help="stages of the pipeline")
     parser.add_argument("--steps", type=int, default=20)
@@ -168,8 +187,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     args = parser.parse_args()
 
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

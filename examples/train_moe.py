@@ -34,7 +34,9 @@ VOCABULARY = 256  # a token is a byte
 
 def text() -> Tensor:
     """Return the bytes of all topics."""
-    return torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8
+    ).long()
 
 
 def load(args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -67,7 +69,9 @@ def load(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 def main() -> None:
     """Train, and log the loss of every tenth step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=8)
@@ -76,11 +80,17 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the model; bfloat16 on GPUs by default")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the model; bfloat16 on GPUs by default"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     dist.init_process_group()
-    device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", dist.get_node_local_rank())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     model, data = load(args, device), text()
@@ -89,7 +99,9 @@ def main() -> None:
     begin = time.perf_counter()
     for step in range(args.steps):
         starts = torch.randint(len(data) - args.context, (args.batch_size,), generator=generator)
-        tokens = torch.stack([data[start : start + args.context] for start in starts.tolist()]).to(device)
+        tokens = torch.stack([data[start : start + args.context] for start in starts.tolist()]).to(
+            device
+        )
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

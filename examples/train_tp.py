@@ -59,8 +59,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         batch, time_, _ = x.shape
-        q, k, v = (w(x).view(batch, time_, -1, self.head_width).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
+        q, k, v = (
+            w(x).view(batch, time_, -1, self.head_width).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        y = F.scaled_dot_product_attention(
+            rotate(q, rotation), rotate(k, rotation), v, is_causal=True
+        )
         return self.wo(y.transpose(1, 2).reshape(batch, time_, -1))
 
 
@@ -135,17 +140,23 @@ def cut(model: Llama, mesh: DeviceMesh) -> None:
     model_plan: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(
+            input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     block_plan: dict[str, Any] = {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(sequence, None), desired_input_layouts=(whole, None)
+        ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=sequence),
         "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(sequence,), desired_input_layouts=(whole,)
+        ),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
         "feed_forward.w3": ColwiseParallel(),
@@ -157,28 +168,59 @@ def cut(model: Llama, mesh: DeviceMesh) -> None:
 
 def batch(text: Tensor, size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return inputs and next bytes, both [size, context]; the same seed gives the same batch."""
-    starts = torch.randint(len(text) - context - 1, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
+    starts = torch.randint(
+        len(text) - context - 1, (size,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     taken = torch.stack([text[i : i + context + 1] for i in starts])
     return taken[:, :-1], taken[:, 1:]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small Llama on Python's own documentation.")
+    parser = argparse.ArgumentParser(
+        description="Train a small Llama on Python's own documentation."
+    )
     add = parser.add_argument
-    add("--steps", type=int, default=100, help="optimizer steps in total, those before a resume included")
-    add("--batch-size", type=int, default=6, help="sequences per step and group of ranks that share a model")
-    add("--context", type=int, default=128, help="bytes per sequence; divides by the ranks that share a model")
+    add(
+        "--steps",
+        type=int,
+        default=100,
+        help="optimizer steps in total, those before a resume included",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=6,
+        help="sequences per step and group of ranks that share a model",
+    )
+    add(
+        "--context",
+        type=int,
+        default=128,
+        help="bytes per sequence; divides by the ranks that share a model",
+    )
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=8)
     add("--width", type=int, default=384)
     add("--tp", type=int, help="ranks that share a model; default: all")
     add("--lr", type=float, default=1e-3)
     add("--clip", type=float, default=1.0, help="largest gradient norm")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters and activations")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of parameters and activations",
+    )
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process")
+    add(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each process"
+    )
     add("--seed", type=int, default=1337)
-    add("--checkpoint", type=Path, metavar="FOLDER", help="written at the end; read at the start if it is there")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="written at the end; read at the start if it is there",
+    )
     return parser.parse_args()
 
 
@@ -186,7 +228,9 @@ def main() -> None:
     args = parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cuda = args.device == "cuda" or (args.device is None and torch.cuda.device_count() >= local_size)
+    cuda = args.device == "cuda" or (
+        args.device is None and torch.cuda.device_count() >= local_size
+    )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -201,13 +245,17 @@ def main() -> None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
     first_step = 0
     if args.checkpoint and args.checkpoint.exists():
         first_step = load(model, optimizer, args.checkpoint)
     called = torch.compile(model, backend=args.compile) if args.compile else model
 
-    text = torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
+    text = torch.frombuffer(
+        bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8
+    ).long()
     for step in range(first_step, args.steps):
         start = time.perf_counter()
         seed = (args.seed * 1_000_003 + step) * (world // tp) + mesh["dp"].get_local_rank()
@@ -231,7 +279,9 @@ def main() -> None:
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int) -> None:
     """Write a checkpoint, each rank its parts."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=folder)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=folder
+    )
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:

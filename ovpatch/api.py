@@ -19,7 +19,11 @@ session: Final = Session()
 os.register_at_fork(after_in_child=session.after_fork)
 
 
-def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None, strict: bool | None = None) -> Report:
+def apply(
+    *features: str,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    strict: bool | None = None,
+) -> Report:
     """Turn features on, in this process.
 
     Call it once, near the top of the script, in every process of the job. Objects built earlier that stay stock are
@@ -52,7 +56,9 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
 
 @contextmanager
 def applied(
-    *features: str, options: Mapping[str, Mapping[str, Any]] | None = None, strict: bool | None = None
+    *features: str,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    strict: bool | None = None,
 ) -> Iterator[Report]:
     """Turn features on for a ``with`` block, and restore the previous state at its end.
 
@@ -103,5 +109,7 @@ def _import_torch() -> None:
 
 def _warn_of_old_torch(report: Report) -> None:
     """Warn if features are on under a torch that is not supported."""
-    if any(feature.state != "disabled" for feature in report.features) and (problem := explain_old_torch()):
+    if any(feature.state != "disabled" for feature in report.features) and (
+        problem := explain_old_torch()
+    ):
         warnings.warn(problem, stacklevel=3)

@@ -39,7 +39,10 @@ def _register_log(*, at_once: bool) -> None:
         if at_once:
             _init_logs()
     except Exception as error:  # noqa: BLE001  # a private function of torch: without it only the log name is lost
-        _complain(f"TORCH_LOGS=+ovpatch is not available with this torch: {error!r}. Use OVPATCH_LOG=debug instead.")
+        _complain(
+            f"TORCH_LOGS=+ovpatch is not available with this torch: {error!r}. Use "
+            "OVPATCH_LOG=debug instead."
+        )
 
 
 def _guard(act: Callable[[], None], problem: str) -> None:

@@ -18,10 +18,14 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
-from ovpatch.patching.patch import Removable  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
+from ovpatch.patching.patch import (
+    Removable,  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
+)
 from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
 from ovpatch.settings.settings import make_variable_name
-from ovpatch.settings.settings import parse_flag as parse_flag  # for options whose parse accepts more than a bool
+from ovpatch.settings.settings import (
+    parse_flag as parse_flag,  # for options whose parse accepts more than a bool
+)
 
 PROJECT: Final = "ovpatch"
 
@@ -64,8 +68,12 @@ class Option:
     @property
     def meaning(self) -> str:
         """``help`` in one line, and the experimental values."""
-        values = ", ".join(f"{value:d}" if isinstance(value, bool) else str(value) for value in self.experimental)
-        return " ".join(self.help.split()) + (f" Experimental, without a measured gain: {values}." if values else "")
+        values = ", ".join(
+            f"{value:d}" if isinstance(value, bool) else str(value) for value in self.experimental
+        )
+        return " ".join(self.help.split()) + (
+            f" Experimental, without a measured gain: {values}." if values else ""
+        )
 
 
 def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
@@ -101,7 +109,9 @@ class OptionError(ValueError):
 _failures: Final[dict[str, dict[str, None]]] = {}  # messages by feature
 
 
-def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any, reason: str) -> None:
+def refuse_option(
+    feature: str, options: Sequence[Option], name: str, value: Any, reason: str
+) -> None:
     """Raise OptionError for a value of an option that cannot act here, or note the reason if the value is the default.
 
     A feature calls this when the value is first needed, on all ranks for the same reason: the machine, the backend or
@@ -116,7 +126,9 @@ def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any
     """
     default = next(option.default for option in options if option.name == name)
     if value == default:
-        _failures.setdefault(feature, {})[f"{name}={value} does not act here: {reason.rstrip('.')}"] = None
+        _failures.setdefault(feature, {})[
+            f"{name}={value} does not act here: {reason.rstrip('.')}"
+        ] = None
         return
     raise OptionError(
         f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: "
@@ -219,7 +231,9 @@ class FeatureCounters:
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        names = [name for cls in reversed(type(self).__mro__) for name in inspect.get_annotations(cls)]
+        names = [
+            name for cls in reversed(type(self).__mro__) for name in inspect.get_annotations(cls)
+        ]
         return {name: getattr(self, name) for name in names}
 
 
@@ -309,7 +323,9 @@ class FeatureSpecs:
         """Return remarks on the run, for example which model fell back to stock, and why."""
 
     @hookspec
-    def ovpatch_fits(self, names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    def ovpatch_fits(
+        self, names: Collection[str], counters: Mapping[str, Mapping[str, int]]
+    ) -> str:
         """Return the reason why the feature, which is off, would help this script; "" otherwise.
 
         Called at the end of a process under ``ovpatch run``. It must not import heavy modules.
@@ -358,7 +374,10 @@ def make_feature_hooks(
             none.
         fits: The hook ``ovpatch_fits``. Default: none.
     """
-    hooks: dict[str, Callable[..., Any]] = {"ovpatch_feature": lambda: feature, "ovpatch_register": register}
+    hooks: dict[str, Callable[..., Any]] = {
+        "ovpatch_feature": lambda: feature,
+        "ovpatch_register": register,
+    }
     if reasons_against is not None:
         hooks["ovpatch_reasons_against"] = reasons_against
     if fits is not None:
@@ -366,7 +385,9 @@ def make_feature_hooks(
     if counters is not None:
         hooks["ovpatch_counters"] = lambda: _find_named(counters).as_dict()
     if activate is not None:
-        hooks["ovpatch_activate"] = _call_with_options(activate) if isinstance(activate, str) else activate
+        hooks["ovpatch_activate"] = (
+            _call_with_options(activate) if isinstance(activate, str) else activate
+        )
     for name, hook in (("ovpatch_deactivate", deactivate), ("ovpatch_remarks", remarks)):
         if hook is not None:
             hooks[name] = _call_if_imported(hook) if isinstance(hook, str) else hook

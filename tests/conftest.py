@@ -31,9 +31,13 @@ settings.load_profile("ovpatch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--hard-limit", type=float, default=300, help="seconds until a hanging test ends the run")
     parser.addoption(
-        "--share-gpu", action="store_true", help="let all ranks of a test that needs GPUs use the first one"
+        "--hard-limit", type=float, default=300, help="seconds until a hanging test ends the run"
+    )
+    parser.addoption(
+        "--share-gpu",
+        action="store_true",
+        help="let all ranks of a test that needs GPUs use the first one",
     )
 
 
@@ -84,7 +88,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker is None:
         return
     wanted = marker.args[0] if marker.args else 1
-    if item.config.getoption("--share-gpu") and "ranks" in item.fixturenames and not marker.kwargs.get("own"):
+    if (
+        item.config.getoption("--share-gpu")
+        and "ranks" in item.fixturenames
+        and not marker.kwargs.get("own")
+    ):
         wanted = 1
     found = _devices()
     if found < wanted:
@@ -118,10 +126,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool.close()
 
 
-_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world), id=f"{world}gpus") for world in (2, 4, 8)]
+_WORLDS = [
+    pytest.param(world, marks=pytest.mark.gpu(world), id=f"{world}gpus") for world in (2, 4, 8)
+]
 
 
-@pytest.fixture(scope="session", params=_WORLDS)  # so that tests of one world come after each other and share ranks
+@pytest.fixture(
+    scope="session", params=_WORLDS
+)  # so that tests of one world come after each other and share ranks
 def gpus(request: pytest.FixtureRequest) -> int:
     """A number of ranks, each with a GPU; where there are fewer, the test is skipped."""
     return int(request.param)

@@ -31,7 +31,9 @@ def test_flops_are_those_of_the_products_and_of_half_of_the_scores(size):
     shape = SIZES[size]
     tokens = torch.randint(0, shape.vocabulary, (shape.batch, shape.context))
     counted = products(Decoder(shape), tokens)
-    scores = 12 * shape.layers * shape.context * shape.width * tokens.numel()  # two products, three times
+    scores = (
+        12 * shape.layers * shape.context * shape.width * tokens.numel()
+    )  # two products, three times
     assert flops_per_step(shape, tokens.numel()) == counted + scores / 2
 
 
@@ -45,7 +47,10 @@ def test_the_limit_computes_one_ranks_share(size):
     assert products(model, tokens) == whole / 4
     assert model(tokens).shape == (shape.batch, shape.context, shape.vocabulary // 4)
     norms = sum(param.numel() for name, param in model.named_parameters() if "norm" in name)
-    assert sum(param.numel() for param in model.parameters()) == (parameters(shape) - norms) // 4 + norms
+    assert (
+        sum(param.numel() for param in model.parameters())
+        == (parameters(shape) - norms) // 4 + norms
+    )
 
 
 def test_the_models_are_those_of_their_names():
@@ -59,8 +64,12 @@ def told(*more: str) -> argparse.Namespace:
 
 def test_a_model_that_cannot_be_cut_is_refused():
     assert not ablation.objection(told(), 4)
-    assert ablation.objection(told(), 3).endswith("does not divide 3 processes; start a multiple of it")
-    assert "the model's heads, groups, vocabulary, context;" in ablation.objection(told("--tp=3"), 3)
+    assert ablation.objection(told(), 3).endswith(
+        "does not divide 3 processes; start a multiple of it"
+    )
+    assert "the model's heads, groups, vocabulary, context;" in ablation.objection(
+        told("--tp=3"), 3
+    )
     shape = ablation.shape_of(told("--layers=5", "--batch=7"))
     assert shape == dataclasses.replace(SIZES["tiny"], layers=5, batch=7)
 
@@ -91,7 +100,11 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
     assert max(losses) - min(losses) < 2e-3, losses
 
     serial, grads, everything = (found[name]["features"] for name in ARMS[2:])
-    assert all(feature["state"] == "applied" for arm in (serial, grads, everything) for feature in arm.values())
+    assert all(
+        feature["state"] == "applied"
+        for arm in (serial, grads, everything)
+        for feature in arm.values()
+    )
     hidden, reduced = "collectives_in_backward", "collectives"
     assert (serial["ddp"]["counters"][hidden], grads["ddp"]["counters"][hidden]) == (
         0,
@@ -101,13 +114,17 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
         assert arm["ddp"]["counters"]["models"] == 1, "each arm's own"
         assert arm["dist_optimizer"]["counters"]["grads_sharded"] > 0
         assert arm["tp_linear"]["counters"]["stock_calls"] == 0
-        assert arm["tp_linear"]["counters"]["shared_calls"] == 5 * SIZES["tiny"].layers * 5  # steps, and five linears
+        assert (
+            arm["tp_linear"]["counters"]["shared_calls"] == 5 * SIZES["tiny"].layers * 5
+        )  # steps, and five linears
 
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = tables.ablation().splitlines()
     assert len({line.count("|") for line in lines[: 2 + len(ARMS)]}) == 1
     assert [line.split(" | ")[2] for line in lines[2 : 2 + len(ARMS)]] == ARMS
-    assert lines[3].startswith("| Llama 0.0B, 2 layers, fp32 weights, autocast | DP 2 x TP 2, 4 cpu, ")
+    assert lines[3].startswith(
+        "| Llama 0.0B, 2 layers, fp32 weights, autocast | DP 2 x TP 2, 4 cpu, "
+    )
     assert lines[3].split(" | ")[6] == "1.00", "over itself"
     assert "gradients 0%" in lines[4]
     assert "gradients 100%" in lines[5]

@@ -71,7 +71,9 @@ def test_patches_that_come_late_are_the_features_and_go_with_it(site, session, a
     assert site.victim.f(1) == 1
 
 
-def test_patches_that_come_while_another_thread_turns_the_feature_off_are_taken_back(site, session, apply, monkeypatch):
+def test_patches_that_come_while_another_thread_turns_the_feature_off_are_taken_back(
+    site, session, apply, monkeypatch
+):
     site.plugin("a", register="global KEPT; KEPT = patches, add")
     apply()
     patches, add = sys.modules["fake_a"].KEPT
@@ -101,7 +103,9 @@ def test_revert_by_name_and_apply_again(site, session, apply):
 def test_revert_of_an_unknown_name(site, session, apply):
     site.plugin("abcd")
     apply()
-    with pytest.raises(ovpatch.SettingsError, match="unknown feature 'abdc' \\(did you mean 'abcd'"):
+    with pytest.raises(
+        ovpatch.SettingsError, match="unknown feature 'abdc' \\(did you mean 'abcd'"
+    ):
         session.revert(["abdc"])
 
 
@@ -112,7 +116,10 @@ def test_revert_of_an_unknown_name(site, session, apply):
         ({"a": None}, r"options\['a'\] is None; write {option: value} there"),
         ({1: {}}, "names are texts; got 1"),
         ({"a": {2: 3}}, "names are texts; got 2"),
-        ({"a": {"n": 1}, "A": {"n": 2}}, "options= has 'a' and 'A', which mean the same. Keep one of them"),
+        (
+            {"a": {"n": 1}, "A": {"n": 2}},
+            "options= has 'a' and 'A', which mean the same. Keep one of them",
+        ),
         ({"a": {"n": 1, "N": 2}}, r"options\['a'\] has 'n' and 'N', which mean the same"),
     ],
 )
@@ -139,8 +146,12 @@ def test_what_is_off_by_default_is_on_by_name(site, apply):
 # --- the environment ---
 
 
-@pytest.mark.parametrize("variable", [("OVPATCH", "0"), ("OVPATCH", "-a"), ("OVPATCH", "b"), ("OVPATCH_A", "0")])
-def test_off_by_the_environment_is_never_imported_and_no_error_even_by_name(site, apply, monkeypatch, variable):
+@pytest.mark.parametrize(
+    "variable", [("OVPATCH", "0"), ("OVPATCH", "-a"), ("OVPATCH", "b"), ("OVPATCH_A", "0")]
+)
+def test_off_by_the_environment_is_never_imported_and_no_error_even_by_name(
+    site, apply, monkeypatch, variable
+):
     site.plugin("a", register=ADD.format(10))
     site.plugin("b")
     monkeypatch.setenv(*variable)
@@ -188,7 +199,9 @@ def test_the_environment_overrules_strict(site, apply, monkeypatch):
         ({}, {"a": 3}, "write {option: value}"),
     ],
 )
-def test_wrong_settings_raise_before_anything_is_patched(site, apply, monkeypatch, environ, options, message):
+def test_wrong_settings_raise_before_anything_is_patched(
+    site, apply, monkeypatch, environ, options, message
+):
     site.plugin("a", feature=OPTION, register=ADD_N)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -198,7 +211,9 @@ def test_wrong_settings_raise_before_anything_is_patched(site, apply, monkeypatc
     assert "register a" not in site.log
 
 
-def test_options_of_a_feature_that_is_off_are_not_checked_and_cause_no_import(site, apply, monkeypatch):
+def test_options_of_a_feature_that_is_off_are_not_checked_and_cause_no_import(
+    site, apply, monkeypatch
+):
     site.plugin("a", feature=OPTION)
     monkeypatch.setenv("OVPATCH", "-a")
     monkeypatch.setenv("OVPATCH_A_WHATEVER", "1")
@@ -223,7 +238,14 @@ def test_changed_options_apply_anew_and_unmentioned_ones_stay(site, apply):
     assert site.victim.f(1) == 6
     apply(options={"a": {"n": 7}})
     assert site.victim.f(1) == 8
-    assert site.log == ["import a", "register a", "activate a", "deactivate a", "register a", "activate a"]
+    assert site.log == [
+        "import a",
+        "register a",
+        "activate a",
+        "deactivate a",
+        "register a",
+        "activate a",
+    ]
 
 
 def test_a_revert_forgets_the_options(site, session, apply):
@@ -254,7 +276,14 @@ def test_features_that_require_a_changed_one_follow_it(site, apply):
     apply()
     site.log.clear()
     apply(options={"a": {"n": 5}})
-    assert site.log == ["deactivate b", "deactivate a", "register a", "register b", "activate a", "activate b"]
+    assert site.log == [
+        "deactivate b",
+        "deactivate a",
+        "register a",
+        "register b",
+        "activate a",
+        "activate b",
+    ]
 
 
 # --- the report ---
@@ -323,7 +352,9 @@ def test_without_counters_the_calls_of_the_patches_count(site, session, apply):
 )
 def test_a_hook_that_returns_nonsense_does_not_break_the_report(site, apply, hook, said):
     value = "{'n': INF}" if hook == "counters" else "INF"
-    site.plugin("a", extra=f"INF = float('inf')\n@hookimpl\ndef ovpatch_{hook}():\n    return {value}")
+    site.plugin(
+        "a", extra=f"INF = float('inf')\n@hookimpl\ndef ovpatch_{hook}():\n    return {value}"
+    )
     found = apply()["a"]
     assert found.state == "applied"
     assert said in found.remarks
@@ -356,7 +387,9 @@ def test_a_late_target_is_pending(site, session, apply):
 
 
 def test_why_nothing_is_patched_is_said_once(site, apply):
-    patches = (f"patches.register_patch('fake_absent.{name}', wrap=add(1), optional=True)" for name in "fg")
+    patches = (
+        f"patches.register_patch('fake_absent.{name}', wrap=add(1), optional=True)" for name in "fg"
+    )
     site.plugin("a", register="; ".join(patches))
     found = apply()["a"]
     assert (found.state, found.reason) == ("skipped", "there is no package 'fake_absent'")
@@ -391,8 +424,12 @@ def test_the_report_where_nothing_is_installed(site, session):
 
 def test_shadowed_is_said_of_a_feature_that_never_became_active(site, session, apply):
     """Somebody patches on top of it between its patches and its activation, which fails."""
-    cover = "ours = victim.f\n    victim.f = lambda x: ours(x) + 1000\n    raise RuntimeError('boom')"
-    site.plugin("a", register=ADD.format(10), extra=f"@hookimpl\ndef ovpatch_activate():\n    {cover}")
+    cover = (
+        "ours = victim.f\n    victim.f = lambda x: ours(x) + 1000\n    raise RuntimeError('boom')"
+    )
+    site.plugin(
+        "a", register=ADD.format(10), extra=f"@hookimpl\ndef ovpatch_activate():\n    {cover}"
+    )
     report = apply()
     assert report["a"].state == "failed"
     assert "boom" in report["a"].reason

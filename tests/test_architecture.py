@@ -30,7 +30,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module_name(path): path for folder in ("ovpatch", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))}
+FILES = {
+    module_name(path): path
+    for folder in ("ovpatch", "plugins")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
 
 
 def imports(name: str, tree: ast.AST) -> Iterator[tuple[str, bool]]:
@@ -44,7 +48,10 @@ def imports(name: str, tree: ast.AST) -> Iterator[tuple[str, bool]]:
             base = node.module or ""
             if node.level:
                 base = ".".join(
-                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                    [
+                        *package.split(".")[: len(package.split(".")) - node.level + 1],
+                        *filter(None, [base]),
+                    ]
                 )
             yield base, eager
             for alias in node.names:
@@ -63,7 +70,10 @@ def walk(node: ast.AST, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
 @functools.cache  # at the first use: every worker of pytest-xdist imports this file, and one runs its tests
 def graph() -> dict[str, set[tuple[str, bool]]]:
     """Return what each module imports, and whether at once."""
-    return {name: set(imports(name, ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
+    return {
+        name: set(imports(name, ast.parse(path.read_text(encoding="utf-8"))))
+        for name, path in FILES.items()
+    }
 
 
 def within(name: str, *packages: str) -> bool:
@@ -108,22 +118,33 @@ ACROSS_PLUGINS = {
 
 def of_another_plugin(name: str, target: str, eager: bool) -> bool:
     own = ".".join(name.split(".")[:2])
-    is_foreign = within(target, "ovpatch_plugins") and target != "ovpatch_plugins" and not within(target, own)
+    is_foreign = (
+        within(target, "ovpatch_plugins")
+        and target != "ovpatch_plugins"
+        and not within(target, own)
+    )
     return is_foreign and (name, target) not in ACROSS_PLUGINS
 
 
 def features_or_torch_at_once(name: str, target: str, eager: bool) -> bool:
-    return none_of("ovpatch", "ovpatch_plugins", but=("ovpatch.patching",))(name, target, eager) or (
-        within(target, "torch") and eager
-    )
+    return none_of("ovpatch", "ovpatch_plugins", but=("ovpatch.patching",))(
+        name, target, eager
+    ) or (within(target, "torch") and eager)
 
 
 def parts_of_the_patch_manager(name: str, target: str, eager: bool) -> bool:
-    return name != "ovpatch" and within(target, "ovpatch.patching") and target != "ovpatch.patching.patch"
+    return (
+        name != "ovpatch"
+        and within(target, "ovpatch.patching")
+        and target != "ovpatch.patching.patch"
+    )
 
 
 SHARED = ("ovpatch.hookspecs", "ovpatch.overlap", "ovpatch.planner")
-COPIES = tuple(f"ovpatch.overlap.kernels.copy_{name}" for name in ("window", "collectives", "messages", "choice"))
+COPIES = tuple(
+    f"ovpatch.overlap.kernels.copy_{name}"
+    for name in ("window", "collectives", "messages", "choice")
+)
 SHARDING = ("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.peer_rpc", *COPIES)
 SPEAK_TO_THE_MANAGER = (
     "ovpatch.session.session",
@@ -204,7 +225,9 @@ OVERLAP = {
 
 
 def test_overlap_has_the_packages_and_modules_whose_imports_are_checked():
-    found = {path.stem for path in (ROOT / "ovpatch" / "overlap").glob("*") if path.name != "__pycache__"}
+    found = {
+        path.stem for path in (ROOT / "ovpatch" / "overlap").glob("*") if path.name != "__pycache__"
+    }
     assert found == {"__init__", *OVERLAP}
 
 
@@ -213,7 +236,11 @@ def test_packages_of_overlap_import_those_below_them_also_lazily(package):
     allowed = tuple(f"ovpatch.overlap.{name}" for name in OVERLAP[package])
 
     def forbidden(name, target, eager):
-        return within(target, "ovpatch.overlap") and target != "ovpatch.overlap" and not within(target, *allowed)
+        return (
+            within(target, "ovpatch.overlap")
+            and target != "ovpatch.overlap"
+            and not within(target, *allowed)
+        )
 
     assert of(f"ovpatch.overlap.{package}")
     assert not offenders(of(f"ovpatch.overlap.{package}"), forbidden)
@@ -235,12 +262,21 @@ def assert_no_circle(edges: dict[str, set[str]]) -> None:
 
 def test_nobody_goes_round_in_circles():
     """Imports at import time make no cycle; a package counts as importing what its __init__ does."""
-    assert_no_circle({name: {t for t, eager in graph()[name] if eager and t in FILES and t != name} for name in FILES})
+    assert_no_circle(
+        {
+            name: {t for t, eager in graph()[name] if eager and t in FILES and t != name}
+            for name in FILES
+        }
+    )
 
 
 def test_inside_a_plugin_late_and_type_only_imports_make_no_circle_either():
-    files = {name for name in of("ovpatch_plugins") if name.count(".") > 1}  # without the faces, which load late
-    assert_no_circle({name: {t for t, _ in graph()[name] if t in files and t != name} for name in files})
+    files = {
+        name for name in of("ovpatch_plugins") if name.count(".") > 1
+    }  # without the faces, which load late
+    assert_no_circle(
+        {name: {t for t, _ in graph()[name] if t in files and t != name} for name in files}
+    )
 
 
 # --- tensors ---
@@ -273,7 +309,10 @@ def careless_makers(name: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
             continue
-        function, keywords = ast.unparse(node.func).removeprefix("torch."), {word.arg for word in node.keywords}
+        function, keywords = (
+            ast.unparse(node.func).removeprefix("torch."),
+            {word.arg for word in node.keywords},
+        )
         if function in FACTORIES and not {"dtype", "device"} <= keywords:
             yield f"{name}:{node.lineno} names no dtype or device"
         if function == "inference_mode" and name not in LEAVES_INFERENCE_ONLY:
@@ -282,7 +321,9 @@ def careless_makers(name: str, tree: ast.AST) -> Iterator[str]:
 
 def makes_tensor(node: ast.AST) -> bool:
     """Return whether some call below a node makes a tensor while modes of the script may be on."""
-    if isinstance(node, ast.With) and any("outside_modes()" in ast.unparse(item) for item in node.items):
+    if isinstance(node, ast.With) and any(
+        "outside_modes()" in ast.unparse(item) for item in node.items
+    ):
         return False
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         function = ast.unparse(node.func)
@@ -296,23 +337,46 @@ def makes_tensor(node: ast.AST) -> bool:
 def stored_makers(node: ast.AST) -> Iterator[str]:
     """Yield what outlives a call and is bound to a new tensor: attributes, items of containers, cached functions."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.With) and any("outside_modes()" in ast.unparse(item) for item in child.items):
+        if isinstance(child, ast.With) and any(
+            "outside_modes()" in ast.unparse(item) for item in child.items
+        ):
             continue
-        if isinstance(child, (ast.Assign, ast.AnnAssign)) and child.value is not None and makes_tensor(child.value):
+        if (
+            isinstance(child, (ast.Assign, ast.AnnAssign))
+            and child.value is not None
+            and makes_tensor(child.value)
+        ):
             for target in child.targets if isinstance(child, ast.Assign) else [child.target]:
                 if isinstance(target, (ast.Attribute, ast.Subscript)):
                     yield ast.unparse(target)
         if isinstance(child, ast.FunctionDef) and makes_tensor(child):
-            names = {part for decorator in child.decorator_list for part in re.findall(r"\w+", ast.unparse(decorator))}
+            names = {
+                part
+                for decorator in child.decorator_list
+                for part in re.findall(r"\w+", ast.unparse(decorator))
+            }
             if names & CACHES:
                 yield child.name
         yield from stored_makers(child)
 
 
 def test_tensors_of_the_runtime_depend_on_no_mode():
-    found = [text for name in of(*KEEP_TENSORS) for text in careless_makers(name, ast.parse(FILES[name].read_text()))]
+    found = [
+        text
+        for name in of(*KEEP_TENSORS)
+        for text in careless_makers(name, ast.parse(FILES[name].read_text()))
+    ]
     assert not found
-    assert len(list(careless_makers("x", ast.parse("torch.zeros(1, dtype=d)\ntorch.inference_mode(False)")))) == 2
+    assert (
+        len(
+            list(
+                careless_makers(
+                    "x", ast.parse("torch.zeros(1, dtype=d)\ntorch.inference_mode(False)")
+                )
+            )
+        )
+        == 2
+    )
 
 
 def test_tensors_that_outlive_a_call_are_made_outside_of_modes():
@@ -325,7 +389,9 @@ def test_tensors_that_outlive_a_call_are_made_outside_of_modes():
     )
     assert list(stored_makers(ast.parse(text))) == ["self.a", "d[1]", "f"]
     found = {
-        f"{name}: {place}" for name in of(*KEEP_TENSORS) for place in stored_makers(ast.parse(FILES[name].read_text()))
+        f"{name}: {place}"
+        for name in of(*KEEP_TENSORS)
+        for place in stored_makers(ast.parse(FILES[name].read_text()))
     }
     assert found == set(STORED_IN_MODES)
 
@@ -381,7 +447,9 @@ def test_public_functions_and_classes_have_a_name_of_their_own_in_a_layer():
     found: dict[tuple[str, str], list[str]] = {}
     for name, path in FILES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith(
+                "_"
+            )
             if public and node.name not in BY_NAME:
                 found.setdefault((layer(name), node.name), []).append(name)
     assert len(found) > 500
@@ -433,8 +501,13 @@ TABLES = {
 
 
 def test_workers_forget_all_lines_of_the_report():
-    lines = {name for name, why in TABLES.items() if "for the report" in why or "of the report" in why}
-    assert lines - {"ovpatch.overlap.kernels.autotuner:_report_lines"} == fresh_reports.list_containers()
+    lines = {
+        name for name, why in TABLES.items() if "for the report" in why or "of the report" in why
+    }
+    assert (
+        lines - {"ovpatch.overlap.kernels.autotuner:_report_lines"}
+        == fresh_reports.list_containers()
+    )
 
 
 CONTAINERS = {"dict", "set", "list", "deque", "defaultdict", "OrderedDict", "Counter"}
@@ -447,8 +520,16 @@ def tables(tree: ast.Module) -> Iterator[str]:
             continue
         value, target = node.value, node.targets[0] if isinstance(node, ast.Assign) else node.target
         maker = value.func if isinstance(value, ast.Call) else None
-        called = maker.attr if isinstance(maker, ast.Attribute) else maker.id if isinstance(maker, ast.Name) else ""
-        empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+        called = (
+            maker.attr
+            if isinstance(maker, ast.Attribute)
+            else maker.id
+            if isinstance(maker, ast.Name)
+            else ""
+        )
+        empty = (isinstance(value, ast.Dict) and not value.keys) or (
+            isinstance(value, ast.List) and not value.elts
+        )
         filled = isinstance(value, ast.Call) and value.args
         if empty or (called in CONTAINERS and not filled) or called.startswith("Weak"):
             yield ast.unparse(target)
@@ -457,7 +538,11 @@ def tables(tree: ast.Module) -> Iterator[str]:
 def test_what_is_kept_for_groups_and_parameters_is_in_one_place():
     text = "a = {}\nb: dict[int, int] = {}\nc = weakref.WeakSet()\nd = {1: 2}\ne = list(d)\nf = deque(maxlen=1)\n"
     assert list(tables(ast.parse(text))) == ["a", "b", "c", "f"]
-    found = {f"{name}:{one}" for name, path in FILES.items() for one in tables(ast.parse(path.read_text("utf-8")))}
+    found = {
+        f"{name}:{one}"
+        for name, path in FILES.items()
+        for one in tables(ast.parse(path.read_text("utf-8")))
+    }
     assert found == set(TABLES)
 
 
@@ -466,7 +551,9 @@ def test_what_is_kept_for_groups_and_parameters_is_in_one_place():
 MOST_NOTES = 60
 LONGEST_NOTE = 8  # lines
 # A note is defined where its name begins a line and a sentence follows it, on that line or the next.
-NOTE = re.compile(r"""^\s*(?:\#:?\ |[rf]?\"{3})?\[Note:\ ([^\]]+)\](?:\ (?=[A-Z`"*\d])|$)""", re.VERBOSE)
+NOTE = re.compile(
+    r"""^\s*(?:\#:?\ |[rf]?\"{3})?\[Note:\ ([^\]]+)\](?:\ (?=[A-Z`"*\d])|$)""", re.VERBOSE
+)
 
 
 def note_lengths(text: str) -> list[tuple[str, int]]:
@@ -534,9 +621,15 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="one process per module only where that is cheap")
+@pytest.mark.skipif(
+    not hasattr(os, "fork"), reason="one process per module only where that is cheap"
+)
 def test_every_module_imports_alone_without_a_warning_and_most_without_torch(tmp_path):
-    needs_torch = [name for name in FILES if within(name, "ovpatch.overlap", "ovpatch.insight", "ovpatch_plugins")]
+    needs_torch = [
+        name
+        for name in FILES
+        if within(name, "ovpatch.overlap", "ovpatch.insight", "ovpatch_plugins")
+    ]
     names = {"torch": needs_torch, "bare": [name for name in FILES if name not in needs_torch]}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", ALONE, json.dumps(names)],
@@ -593,7 +686,9 @@ def test_without_torch_distributed_and_triton_it_says_why_a_feature_is_off(tmp_p
     assert done.returncode == 0, done.stderr
     features = [line.split(": ", 1) for line in done.stdout.splitlines()]
     assert len(features) == 6
-    assert {text for _, text in features} == {"skipped: this build of torch has no torch.distributed"}
+    assert {text for _, text in features} == {
+        "skipped: this build of torch has no torch.distributed"
+    }
 
 
 # --- tests on loaded machines ---
@@ -601,7 +696,9 @@ def test_without_torch_distributed_and_triton_it_says_why_a_feature_is_off(tmp_p
 SHORTEST_S = 30
 WAITS = re.compile(r"\.(?:wait|join|communicate|_barrier)\((?:timeout=)?(\d+(?:\.\d+)?)\)")
 TIMEOUTS = re.compile(r"\b(?:subprocess\.\w+|urlopen)\(.*\btimeout=(\d+(?:\.\d+)?)\b")
-DURATIONS = re.compile(r"assert .*(?:seconds|took|waited|longest|monotonic\(\)[^<>]*) <=? (\d+(?:\.\d+)?)")
+DURATIONS = re.compile(
+    r"assert .*(?:seconds|took|waited|longest|monotonic\(\)[^<>]*) <=? (\d+(?:\.\d+)?)"
+)
 # Waits that are meant to end without what they wait for.
 EXPIRING = ("thread.join(0.5)",)
 
@@ -636,12 +733,19 @@ def test_a_short_wait_is_found(line):
 def test_no_test_needs_a_quick_machine():
     """Waits for what must come, and bounds of durations, allow for a machine that other work keeps busy."""
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
-    found = {str(path.relative_to(ROOT)): find_short_waits(path.read_text(encoding="utf-8")) for path in tests}
+    found = {
+        str(path.relative_to(ROOT)): find_short_waits(path.read_text(encoding="utf-8"))
+        for path in tests
+    }
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_examples_of_hypothesis_have_no_deadline():
-    found = [path for path in (ROOT / "tests").rglob("*.py") if "deadline=" in path.read_text(encoding="utf-8")]
+    found = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if "deadline=" in path.read_text(encoding="utf-8")
+    ]
     assert {path.name for path in found} == {"conftest.py", Path(__file__).name}
     from hypothesis import settings
 

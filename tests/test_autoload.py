@@ -52,7 +52,9 @@ def test_auto_applies_before_the_script_whose_own_call_changes_nothing(start):
 
 def test_torch_logs_shows_the_line_of_the_script(start):
     state, stderr = start(TORCH_LOGS="+ovpatch")
-    assert state["modules"] == ["ovpatch", "ovpatch._version", "ovpatch.autoload"], "torch looked for submodules"
+    assert state["modules"] == ["ovpatch", "ovpatch._version", "ovpatch.autoload"], (
+        "torch looked for submodules"
+    )
     assert state["after"] == "applied"
     assert stderr.count("applied ddp") == 1
 
@@ -79,7 +81,8 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("", 0), ("0", 0), ("off", 0), (" No ", 0), ("1", 1), ("on", 1), ("YES", 1), ("true", 1)]
+    ("value", "expected"),
+    [("", 0), ("0", 0), ("off", 0), (" No ", 0), ("1", 1), ("on", 1), ("YES", 1), ("true", 1)],
 )
 def test_when_it_applies(calls, monkeypatch, value, expected):
     monkeypatch.setenv("OVPATCH_AUTO", value)

@@ -14,11 +14,26 @@ import pytest
 
 from benchmarks import program_runs, programs, tables
 from benchmarks.program_runs import Program, ProgramError
-from benchmarks.programs import SCRIPTS, SIZES, VARIANTS, Row, keep_goal, make_table, parse, summarize
+from benchmarks.programs import (
+    SCRIPTS,
+    SIZES,
+    VARIANTS,
+    Row,
+    keep_goal,
+    make_table,
+    parse,
+    summarize,
+)
 from ovpatch.insight.launch import find_processes
 from tests.support.preloaded import preloaded
 
-RUN = {"device": "NVIDIA H100 80GB HBM3", "world": 2, "date": "2030-01-01", "is_cpu_time": False, "skipped": ""}
+RUN = {
+    "device": "NVIDIA H100 80GB HBM3",
+    "world": 2,
+    "date": "2030-01-01",
+    "is_cpu_time": False,
+    "skipped": "",
+}
 
 
 def make_round(number, variant, ms, cpu_ms=1.0, peak_gib=1.0):
@@ -26,7 +41,15 @@ def make_round(number, variant, ms, cpu_ms=1.0, peak_gib=1.0):
 
 
 def result(title, rounds=(), **more):
-    return {**RUN, "title": title, "rounds": rounds, "summary": summarize(rounds), "failed": {}, "worked": {}, **more}
+    return {
+        **RUN,
+        "title": title,
+        "rounds": rounds,
+        "summary": summarize(rounds),
+        "failed": {},
+        "worked": {},
+        **more,
+    }
 
 
 GPT = [
@@ -36,8 +59,12 @@ GPT = [
     make_round(1, "stock", [50.0, 50.0, 50.0], peak_gib=13.0),
     make_round(1, "dist_optimizer", [45.0], peak_gib=9.0),
 ]
-ON_CPU = [make_round(n, v, [9.0], cpu_ms=ms) for n, v, ms in [(0, "stock", 110.0), (0, "ovpatch", 103.5)]]
-ON_CPU += [make_round(n, v, [9.0], cpu_ms=ms) for n, v, ms in [(1, "ovpatch", 140.0), (1, "stock", 100.0)]]
+ON_CPU = [
+    make_round(n, v, [9.0], cpu_ms=ms) for n, v, ms in [(0, "stock", 110.0), (0, "ovpatch", 103.5)]
+]
+ON_CPU += [
+    make_round(n, v, [9.0], cpu_ms=ms) for n, v, ms in [(1, "ovpatch", 140.0), (1, "stock", 100.0)]
+]
 
 
 def test_the_table_of_recorded_results():
@@ -45,7 +72,11 @@ def test_the_table_of_recorded_results():
     failed = {"dist_optimizer": "OutOfMemoryError: out of memory"}
     results = [
         result("GPT", GPT, worked=worked, failed=failed),
-        result("Llama", GPT[:2], worked={"ovpatch": {"ddp": {"backwards": 3}, "dist_optimizer": {"steps": 3}}}),
+        result(
+            "Llama",
+            GPT[:2],
+            worked={"ovpatch": {"ddp": {"backwards": 3}, "dist_optimizer": {"steps": 3}}},
+        ),
         result("on CPU", ON_CPU, device="cpu", is_cpu_time=True),
         result("Lightning", skipped="skipped: there is no package lightning"),
     ]
@@ -67,17 +98,25 @@ def test_pages_get_the_table_from_the_file_of_results(tmp_path, monkeypatch):
     (tmp_path / "programs.jsonl").write_text(json.dumps(result("GPT", GPT, torch="2.11")) + "\n")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     filled = tables.fill("<!-- table programs -->\n<!-- /table -->")
-    assert "| GPT | 2 H100, 2030-01-01, 2 rounds | 45.0 ms, 13.2 GiB | 37.0 ms (0.83x), 12.5 GiB |" in filled
+    assert (
+        "| GPT | 2 H100, 2030-01-01, 2 rounds | 45.0 ms, 13.2 GiB | 37.0 ms (0.83x), 12.5 GiB |"
+        in filled
+    )
     assert "torch 2.11, random weights and data" in filled
 
 
 def test_the_slowest_rank_counts_and_cpu_time_is_that_of_all_ranks(tmp_path):
     args = parse(["--size=tiny", f"--logs={tmp_path}"])
     measurement = programs.Measurement("GPT", SIZES["tiny"]["nano"], args, float("inf"))
-    ranks = [{"ms": [1.0, 4.0], "cpu_ms": 2.0, "peak_gib": 3.0}, {"ms": [2.0, 3.0], "cpu_ms": 1.0, "peak_gib": 4.0}]
+    ranks = [
+        {"ms": [1.0, 4.0], "cpu_ms": 2.0, "peak_gib": 3.0},
+        {"ms": [2.0, 3.0], "cpu_ms": 1.0, "peak_gib": 4.0},
+    ]
     program = SimpleNamespace(wait_for=lambda event, deadline, *, number: ranks)
     measurement._take_round(program, "stock", 1, 0)
-    assert measurement.result()["rounds"] == [make_round(1, "stock", [2.0, 4.0], cpu_ms=3.0, peak_gib=4.0)]
+    assert measurement.result()["rounds"] == [
+        make_round(1, "stock", [2.0, 4.0], cpu_ms=3.0, peak_gib=4.0)
+    ]
 
 
 def test_a_variant_is_compared_with_the_stock_runs_of_its_rounds():
@@ -112,7 +151,9 @@ def test_wrong_arguments_are_errors(arguments, error, capsys):
 
 
 def test_quick_rows_are_rows_whose_variants_fit_together(capsys):
-    rows = programs.choose_rows(parse(["--quick", "--ranks=2"] if not programs.CUDA else ["--quick"]))
+    rows = programs.choose_rows(
+        parse(["--quick", "--ranks=2"] if not programs.CUDA else ["--quick"])
+    )
     assert list(rows) == list(programs.QUICK)
     assert all(len(row.variants) <= row.max_together for row in rows.values())
     assert programs.main(["--list", "--only", "nano-774m", "--variants", "stock", "best"]) == 0
@@ -156,13 +197,17 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "SCRIPTS", tmp_path)
     monkeypatch.setattr(program_runs, "make_launcher", lambda ranks: [sys.executable])
     row = Row("fake", "fake.py", "", variants=("stock", "best", "fsdp2"), has_fsdp2=True)
-    absent = Row("absent", "fake.py", "", packages=(("no_such_package", "nor_this"),), variants=("stock",))
+    absent = Row(
+        "absent", "fake.py", "", packages=(("no_such_package", "nor_this"),), variants=("stock",)
+    )
     monkeypatch.setitem(programs.SIZES, "tiny", {"fake": row, "absent": absent})
     monkeypatch.setattr(program_runs, "_EXIT_TIMEOUT_S", 30.0)
     return ["--size=tiny", "--ranks=1", f"--out={tmp_path / 'out'}", f"--logs={tmp_path / 'logs'}"]
 
 
-def test_a_variant_that_fails_is_reported_and_the_others_take_their_rounds(fake, tmp_path, monkeypatch, capsys):
+def test_a_variant_that_fails_is_reported_and_the_others_take_their_rounds(
+    fake, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(programs, "VARIANTS", {**VARIANTS, "fsdp2": VARIANTS["stock"]})
     monkeypatch.setattr(programs, "choose_rows", lambda args: programs.SIZES["tiny"])
     assert programs.main([*fake, "--rounds=2", "--variants", "stock", "best", "fsdp2"]) == 1
@@ -197,8 +242,12 @@ def test_an_interrupted_run_keeps_its_rounds(fake, tmp_path, monkeypatch, capsys
 
 def test_a_variant_is_cut_off_when_the_budget_is_spent(fake, tmp_path):
     fake_script = tmp_path / "fake.py"
-    fake_script.write_text(FAKE.replace("for number in range(2):", "time.sleep(600)\nfor number in range(2):"))
-    assert programs.main([*fake, "--budget-s=1", "--rounds=1", "--only=fake", "--variants=stock"]) == 1
+    fake_script.write_text(
+        FAKE.replace("for number in range(2):", "time.sleep(600)\nfor number in range(2):")
+    )
+    assert (
+        programs.main([*fake, "--budget-s=1", "--rounds=1", "--only=fake", "--variants=stock"]) == 1
+    )
     assert json.loads((tmp_path / "out").read_text())["failed"] == {"stock": "cut off at 1 s"}
 
 
@@ -220,15 +269,27 @@ def test_a_program_that_hangs_is_cut_off_with_what_it_started(tmp_path, monkeypa
 
 def test_rows_are_commands_that_their_scripts_take(tmp_path):
     """A script that waits for a turn without a controller ends before it uses the device."""
-    scripts = {row.script: row for rows in SIZES.values() for row in rows.values() if not row.packages}
+    scripts = {
+        row.script: row for rows in SIZES.values() for row in rows.values() if not row.packages
+    }
     shared = (SCRIPTS / "step_times.py").read_text()
     for row in [row for rows in SIZES.values() for row in rows.values()]:
-        declared = re.findall(r'add_argument\("(--[\w-]+)"', shared + (SCRIPTS / row.script).read_text())
+        declared = re.findall(
+            r'add_argument\(\s*"(--[\w-]+)"', shared + (SCRIPTS / row.script).read_text()
+        )
         switches = ["--compile"] * row.is_compiled + ["--fsdp2"] * row.has_fsdp2
-        assert {word.partition("=")[0] for word in [*shlex.split(row.arguments), *switches]} <= set(declared)
+        assert {word.partition("=")[0] for word in [*shlex.split(row.arguments), *switches]} <= set(
+            declared
+        )
     assert set(scripts) == {"nano_gpt.py", "vision.py"}
     for row in scripts.values():
-        run = [*preloaded(), str(SCRIPTS / row.script), *shlex.split(row.arguments), "--best", f"--turns={tmp_path}"]
+        run = [
+            *preloaded(),
+            str(SCRIPTS / row.script),
+            *shlex.split(row.arguments),
+            "--best",
+            f"--turns={tmp_path}",
+        ]
         done = subprocess.run(run, capture_output=True, text=True, timeout=100)
         assert "the process that gives turns has ended" in done.stderr
 
@@ -236,13 +297,24 @@ def test_rows_are_commands_that_their_scripts_take(tmp_path):
 def test_a_tiny_program_takes_turns_with_itself_under_ovpatch(tmp_path, monkeypatch):
     monkeypatch.setattr(program_runs, "make_launcher", lambda ranks: preloaded(ranks))
     out = tmp_path / "out"
-    arguments = ["--size=tiny", "--only=nano", "--ranks=2", "--rounds=2", "--steps=2", "--warmup=2", f"--out={out}"]
+    arguments = [
+        "--size=tiny",
+        "--only=nano",
+        "--ranks=2",
+        "--rounds=2",
+        "--steps=2",
+        "--warmup=2",
+        f"--out={out}",
+    ]
     arguments += [f"--logs={tmp_path / 'logs'}", "--start-timeout-s=120"]
     assert programs.main([*arguments, "--variants", "stock", "ovpatch"]) == 0
     found = json.loads(out.read_text())
     order = [(round["round"], round["variant"]) for round in found["rounds"]]
     assert order == [(0, "stock"), (0, "ovpatch"), (1, "ovpatch"), (1, "stock")]
-    assert all(len(round["ms"]) == 2 and min(round["cpu_ms"], round["peak_gib"]) > 0 for round in found["rounds"])
+    assert all(
+        len(round["ms"]) == 2 and min(round["cpu_ms"], round["peak_gib"]) > 0
+        for round in found["rounds"]
+    )
     assert found["worked"]["stock"] == {}
     # Both ranks run the warm-up, and in each round as many steps untimed as timed.
     assert found["worked"]["ovpatch"]["ddp"]["backwards"] == 2 * (2 + 2 * 4)

@@ -71,7 +71,10 @@ def test_list_as_a_table(command, site, monkeypatch):
     monkeypatch.setenv("OVPATCH", "-a")
     code, out, _ = command("list")
     rows = {row[0]: row for row in table_rows(out)}
-    shipped = {path.parent.name for path in TEMPLATE.parents[1].glob("plugins/ovpatch_plugins/*/*_feature.py")}
+    shipped = {
+        path.parent.name
+        for path in TEMPLATE.parents[1].glob("plugins/ovpatch_plugins/*/*_feature.py")
+    }
     assert (code, shipped | {"a"} | {"feature"}) == (0, set(rows) - {""})
     assert rows["feature"] == ["feature", "default", "state", "why", "summary"]
     assert rows["a"][1:4] == ["?", "disabled", "off by OVPATCH=-a"]
@@ -90,19 +93,29 @@ def test_list_gives_the_reason_also_with_everything_off(command, monkeypatch):
 
 def table_rows(out):
     """Return the cells of each line of the tables in an output."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in out.splitlines()
+        if line.startswith("| ")
+    ]
 
 
 def test_list_of_one_feature_has_its_options(command, monkeypatch):
     monkeypatch.setenv("OVPATCH_DDP_BUCKET_CAP_MB", "31")
     code, out, _ = command("list", "DDP")
     assert code == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in out.splitlines()
+        if line.startswith("|")
+    ]
     assert ["bucket_cap_mb", "31.0", "OVPATCH_DDP_BUCKET_CAP_MB"] in [row[:3] for row in rows]
     assert "dist_optimizer" not in out
     code, out, err = command("list", "dpd")
     assert (code, out) == (2, "")
-    assert err.startswith("ovpatch list: the command line names an unknown feature 'dpd' (did you mean 'ddp'?).")
+    assert err.startswith(
+        "ovpatch list: the command line names an unknown feature 'dpd' (did you mean 'ddp'?)."
+    )
     assert json.loads(command("list", "ddp", "--json")[1])["features"][0]["name"] == "ddp"
 
 
@@ -128,8 +141,14 @@ def test_the_terminal_is_as_wide_as_it_is(command, monkeypatch, columns):
             ("bench", "--warmpu=3", "--", "true"),
             "ovpatch bench: error: unknown option --warmpu (did you mean '--warmup'?)",
         ),
-        (("run", "--reprot", "x", "--", "true"), "unknown option --reprot (did you mean '--report'?)"),
-        (("timeline", "--compre", "--", "true"), "unknown option --compre (did you mean '--compare'?)"),
+        (
+            ("run", "--reprot", "x", "--", "true"),
+            "unknown option --reprot (did you mean '--report'?)",
+        ),
+        (
+            ("timeline", "--compre", "--", "true"),
+            "unknown option --compre (did you mean '--compare'?)",
+        ),
         (("list", "--jsn"), "ovpatch list: error: unknown option --jsn (did you mean '--json'?)"),
         (("verfy", "--", "true"), "unknown command 'verfy' (did you mean 'verify'?)"),
     ],
@@ -147,10 +166,30 @@ MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
     "no command": ({}, (), ExitCode.USAGE, "no command given"),
     "nothing behind the dashes": ({}, ("--",), ExitCode.USAGE, "no command given"),
     "unknown feature": ({"OVPATCH": "dpd"}, ("--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
-    "an unknown feature by option": ({}, ("--features", "dpp", "--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
-    "a feature that cannot be loaded": ({"OVPATCH": "+broken"}, ("--", "true"), ExitCode.USAGE, "boom"),
-    "no such program": ({}, ("--", "no-such-program"), ExitCode.NOT_FOUND, "no-such-program: command not found"),
-    "a script alone": ({}, ("--", "train.py"), ExitCode.NOT_FOUND, "Put its launcher before it: torchrun train.py"),
+    "an unknown feature by option": (
+        {},
+        ("--features", "dpp", "--", "true"),
+        ExitCode.USAGE,
+        "did you mean 'ddp'?",
+    ),
+    "a feature that cannot be loaded": (
+        {"OVPATCH": "+broken"},
+        ("--", "true"),
+        ExitCode.USAGE,
+        "boom",
+    ),
+    "no such program": (
+        {},
+        ("--", "no-such-program"),
+        ExitCode.NOT_FOUND,
+        "no-such-program: command not found",
+    ),
+    "a script alone": (
+        {},
+        ("--", "train.py"),
+        ExitCode.NOT_FOUND,
+        "Put its launcher before it: torchrun train.py",
+    ),
     "a folder": ({}, ("--", "/"), ExitCode.NOT_EXECUTABLE, "/: not executable"),
 }
 
@@ -177,7 +216,11 @@ def test_stock_is_not_compared_with_stock(command, monkeypatch, runner, how):
     names = sorted(Session().plan(ask_machine=False).records)
     by_list = ",".join(f"-{name}" for name in names)
     one_by_one = {f"OVPATCH_{name.upper()}": "0" for name in names}
-    off = {"all at once": {"OVPATCH": "0"}, "one by one": one_by_one, "by a list": {"OVPATCH": by_list}}
+    off = {
+        "all at once": {"OVPATCH": "0"},
+        "one by one": one_by_one,
+        "by a list": {"OVPATCH": by_list},
+    }
     for name, value in off[how].items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
@@ -187,7 +230,9 @@ def test_stock_is_not_compared_with_stock(command, monkeypatch, runner, how):
 
 
 @pytest.mark.parametrize("runner", ["verify", "bench", "timeline"])
-def test_a_folder_of_results_that_cannot_be_made_is_a_mistake(command, tmp_path, monkeypatch, runner):
+def test_a_folder_of_results_that_cannot_be_made_is_a_mistake(
+    command, tmp_path, monkeypatch, runner
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
     code, _, err = command(runner, "--out", str(tmp_path / "file" / "below"), "--", "true")
@@ -273,7 +318,12 @@ def test_doctor_as_json(command, site, monkeypatch):
     assert str(site.folder) in points["a"]["path"]
     assert data["autoload"] == {"possible": True, "reason": ""}
     assert data["settings"] == [
-        {"variable": "OVPATCH_A_N", "value": "5", "source": "environment", "meaning": "option 'n' of feature 'a'"}
+        {
+            "variable": "OVPATCH_A_N",
+            "value": "5",
+            "source": "environment",
+            "meaning": "option 'n' of feature 'a'",
+        }
     ]
     features = {feature["name"]: feature for feature in data["report"]["features"]}
     assert features["a"]["options"]["n"] == {"value": 5, "source": "environment OVPATCH_A_N"}
@@ -294,12 +344,18 @@ def test_doctor_is_one_screen_for_a_bug_report(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(doctor_command, "_find_versions", lambda report: VERSIONS)
     monkeypatch.setattr(doctor_command, "_explain_state", lambda feature: "")
-    machine = doctor_command.find_machine() | {"cpus": 16, "memory_bytes": 2**37, "backends": ["gloo", "nccl"]}
+    machine = doctor_command.find_machine() | {
+        "cpus": 16,
+        "memory_bytes": 2**37,
+        "backends": ["gloo", "nccl"],
+    }
     monkeypatch.setattr(doctor_command, "find_machine", lambda: machine)
     monkeypatch.setenv("OVPATCH_CACHE_DIR", os.devnull)
     out = command("doctor")[1]
     assert len(out.splitlines()) <= 40
-    check_golden("doctor", re.sub(r"\| (applied, idle|applied|pending|skipped) *\|", "| state |", out))
+    check_golden(
+        "doctor", re.sub(r"\| (applied, idle|applied|pending|skipped) *\|", "| state |", out)
+    )
     assert "gather_bucket_mb" not in out, "options are in --full"
     full = command("doctor", "--full")[1]
     assert "dist_optimizer.gather_bucket_mb" in full
@@ -315,12 +371,17 @@ def test_doctor_says_where_measurements_are_kept(command, site, monkeypatch, tmp
         monkeypatch.setenv("OVPATCH_CACHE_DIR", str(path))
         text = f"measurements {'are' if kept else 'cannot be'} kept in {path} (OVPATCH_CACHE_DIR)"
         assert text in command("doctor")[1]
-        assert json.loads(command("doctor", "--json")[1])["measurements"] == {"path": str(path), "writable": kept}
+        assert json.loads(command("doctor", "--json")[1])["measurements"] == {
+            "path": str(path),
+            "writable": kept,
+        }
     assert not (tmp_path / "new").exists()
 
 
 def test_doctor_tells_what_apply_would_raise(command, site, monkeypatch):
-    site.plugin("a", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return ['no such machine']")
+    site.plugin(
+        "a", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return ['no such machine']"
+    )
     monkeypatch.setenv("OVPATCH", "+a")
     monkeypatch.setenv("OVPATCH_STRICT", "1")
     code, out, _ = command("doctor")
@@ -359,7 +420,9 @@ def test_without_torch_the_remedy_is_named(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = command("doctor")
     assert (code, out) == (ExitCode.PROBLEM, "")
-    assert err.startswith(f"ovpatch doctor: {sys.executable} has no torch. Install torch 2.11 or later")
+    assert err.startswith(
+        f"ovpatch doctor: {sys.executable} has no torch. Install torch 2.11 or later"
+    )
 
 
 def test_doctor_names_a_duplicate_that_was_left_out(command, site):
@@ -377,7 +440,9 @@ def test_doctor_names_a_duplicate_that_was_left_out(command, site):
 def test_reports_of_nodes_are_merged(command, tmp_path):
     nodes = []
     for node in (0, 1):
-        made = FeatureReport("ddp", "applied", counters={"models": 1, "steps": 4}, gains=("{models:model}",))
+        made = FeatureReport(
+            "ddp", "applied", counters={"models": 1, "steps": 4}, gains=("{models:model}",)
+        )
         process = Report("1", "2", "3", 7, node, (made,)).to_json()
         nodes.append(tmp_path / f"node{node}.json")
         nodes[node].write_text(json.dumps(merge_reports([process])))
@@ -398,7 +463,10 @@ def test_reports_of_nodes_are_merged(command, tmp_path):
         (None, "cannot be read as a report"),
         ("{", "cannot be read as a report"),
         ("[]", "is no report"),
-        ('{"features": [], "patches": [], "processes": []}', "nothing was patched there. Leave the file out."),
+        (
+            '{"features": [], "patches": [], "processes": []}',
+            "nothing was patched there. Leave the file out.",
+        ),
     ],
 )
 def test_a_file_that_is_no_report_is_a_mistake(command, tmp_path, text, said):
@@ -439,7 +507,14 @@ def test_a_reader_that_stops_reading_is_no_traceback(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     line = [sys.executable, "-m", "ovpatch", "list", "--json"]
-    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, env=clean(os.environ), cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        line,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=clean(os.environ),
+        cwd=tmp_path,
+        timeout=60,
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")
 
@@ -479,12 +554,27 @@ main(["list", "--json"])
 def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(TEMPLATE, source)
-    pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target), str(source)]
+    pip = [
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(source),
+    ]
     environ = {**clean(os.environ), "PYTHONPATH": str(target)}
 
     def run(*line):
         done = subprocess.run(
-            [sys.executable, *line], env=environ, capture_output=True, text=True, timeout=180, cwd=tmp_path
+            [sys.executable, *line],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -33,7 +33,11 @@ def command(capsys, monkeypatch):
 def test_the_table_has_fixed_and_solved_orders_and_a_picture(command):
     code, out, err = command("--what-if", "p=2,m=4,memory=1x/1.5x,f=1,b=1,w=1,c=0")
     assert code == ExitCode.OK, err
-    rows = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in out.splitlines() if line[:1] == "|"}
+    rows = {
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in out.splitlines()
+        if line[:1] == "|"
+    }
     assert ("1f1b", "straight", "1.00x", "1.250", "20.0%", "") in rows
     assert ("1f1b, early sends", "straight", "1.00x", "1.167", "14.3%", "") in rows
     assert ("zb-h1", "straight", "1.00x", "1.083", "7.7%", "") in rows
@@ -56,7 +60,10 @@ def test_the_table_has_fixed_and_solved_orders_and_a_picture(command):
 def test_where_no_order_is_faster_the_feature_stays_off(command):
     code, out, _ = command("--what-if", "p=1,m=4,memory=1x/2x")
     assert code == ExitCode.OK
-    assert "no order is faster than torch's own 1f1b: leave the feature off where each rank has one stage" in out
+    assert (
+        "no order is faster than torch's own 1f1b: leave the feature off where each rank has one "
+        "stage" in out
+    )
     assert "to run " not in out
 
 
@@ -66,7 +73,10 @@ def test_each_order_tells_how_to_run_it(command):
     torch_runs = {row["order"] for row in rows if not row["setting"]}
     assert torch_runs == {"gpipe", "1f1b"}
     for row in rows:
-        assert row["limit"] is None or row["setting"]["OVPATCH_PIPELINE_MEMORY_LIMIT"] == f"{row['limit']:g}x"
+        assert (
+            row["limit"] is None
+            or row["setting"]["OVPATCH_PIPELINE_MEMORY_LIMIT"] == f"{row['limit']:g}x"
+        )
 
 
 def test_more_memory_never_makes_a_solved_step_longer(command, monkeypatch):
@@ -88,7 +98,9 @@ def test_more_memory_never_makes_a_solved_step_longer(command, monkeypatch):
 
 
 def test_json_has_each_action_of_the_best_order(command):
-    code, out, _ = command("--what-if", "p=2,m=3,memory=1.5x,placement=straight,f=1,b=1,w=1,c=0", "--json")
+    code, out, _ = command(
+        "--what-if", "p=2,m=3,memory=1.5x,placement=straight,f=1,b=1,w=1,c=0", "--json"
+    )
     assert code == ExitCode.OK
     answer = json.loads(out)
     assert answer["question"]["memory"] == [1.5]
@@ -120,7 +132,9 @@ def test_the_picture_is_drawn(command, tmp_path):
     assert str(path) in err
 
 
-def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(command, monkeypatch, tmp_path):
+def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(
+    command, monkeypatch, tmp_path
+):
     monkeypatch.setattr(pipeline_command, "find_spec", lambda name: None)
     monkeypatch.setattr(pipeline_command, "_ask", lambda question: pytest.fail("solved"))
     code, _, err = command("--what-if", "p=2,m=2", "--picture", str(tmp_path / "best.png"))
@@ -145,7 +159,10 @@ def test_two_directions_come_with_what_runs_them(command):
         ("p=2,m=2,f=0,b=0,w=0", "are all 0"),
         ("p=2,m=2,placement=vees", "placement=vees is unknown"),
         ("p=1000,m=1000", "Give a smaller m"),
-        ("p=3,m=7,placement=bidirectional", "p=3 and m=7 cannot be divided into two directions.*even numbers"),
+        (
+            "p=3,m=7,placement=bidirectional",
+            "p=3 and m=7 cannot be divided into two directions.*even numbers",
+        ),
     ],
 )
 def test_mistakes_are_named(text, message, command):
@@ -158,7 +175,12 @@ def test_defaults():
     question = pipeline_command.parse_question("p=8,m=32")
     assert question["memory"] == [1.0, 1.5, 2.0]
     assert question["placements"] == ["straight", "vee"]
-    assert (question["forward"], question["backward"], question["weight"], question["send"]) == (1.0, 1.22, 1.04, 0.02)
+    assert (question["forward"], question["backward"], question["weight"], question["send"]) == (
+        1.0,
+        1.22,
+        1.04,
+        0.02,
+    )
 
 
 def test_torch_is_not_imported(command):
@@ -170,7 +192,9 @@ def test_torch_is_not_imported(command):
         "from ovpatch.planner import solver; solver.solve.__kwdefaults__['effort'] = 30_000; "
         "main(['pipeline', '--what-if', 'p=2,m=2,memory=1x']); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines()[-1] == "False"
 
 
@@ -186,11 +210,26 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     code, out, err = command("--json", "--out", str(tmp_path / "out"), "--", *torchrun, *small)
     assert code == ExitCode.OK, err
     plan = json.loads(out)
-    assert (plan["class"], plan["ranks"], plan["microbatches"], plan["placement"]) == ("Schedule1F1B", 2, 4, [0, 1])
-    assert all(seconds > 0 for name in ("forward", "backward", "weight") for seconds in plan["costs"][name])
+    assert (plan["class"], plan["ranks"], plan["microbatches"], plan["placement"]) == (
+        "Schedule1F1B",
+        2,
+        4,
+        [0, 1],
+    )
+    assert all(
+        seconds > 0 for name in ("forward", "backward", "weight") for seconds in plan["costs"][name]
+    )
     assert plan["costs"]["send"] > 0
     names = " = ".join(row["order"] for row in plan["rows"]).split(" = ")
-    assert set(names) >= {"as given", "gpipe", "1f1b", "zb-h1", "zb-h2", "solved for 1x", "solved for 1.5x"}
+    assert set(names) >= {
+        "as given",
+        "gpipe",
+        "1f1b",
+        "zb-h1",
+        "zb-h2",
+        "solved for 1x",
+        "solved for 1.5x",
+    }
     assert plan["rows"][0]["order"] == "stock"
     assert plan["rows"][1]["order"].startswith("as given = 1f1b")
     assert plan["rows"][0]["predicted"] >= plan["rows"][1]["predicted"]
@@ -201,7 +240,9 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     assert all(row["predicted"] > 0 for row in plan["rows"])
     assert len(plan["timeline"]) == len(plan["picture"]) == 2
     log = (tmp_path / "out" / "measured.log").read_text()
-    last = max(int(line.split()[1].rstrip(":")) for line in log.splitlines() if line.startswith("step "))
+    last = max(
+        int(line.split()[1].rstrip(":")) for line in log.splitlines() if line.startswith("step ")
+    )
     assert 6 + 6 * len(plan["rows"]) <= last + 1 < 100, "it ends when all is measured"
 
     plan["best"] = fastest
@@ -218,7 +259,9 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
 
 def test_a_command_without_a_pipeline_is_told_so(command, tmp_path):
     (tmp_path / "train.py").write_text("import torch")
-    code, _, err = command("--out", str(tmp_path / "out"), "--", *preloaded(), str(tmp_path / "train.py"))
+    code, _, err = command(
+        "--out", str(tmp_path / "out"), "--", *preloaded(), str(tmp_path / "train.py")
+    )
     assert code == ExitCode.UNDECIDED
     assert "no schedule of torch.distributed.pipelining was run" in err
 

@@ -106,11 +106,18 @@ def test_names_that_settings_could_not_write(site, find, name):
 def test_a_sound_plugin(site, load):
     site.plugin("a", feature="options=(Option('x', 1, ''),), default=False")
     feature = load("a")
-    assert (feature.name, feature.default, [option.name for option in feature.options]) == ("a", False, ["x"])
+    assert (feature.name, feature.default, [option.name for option in feature.options]) == (
+        "a",
+        False,
+        ["x"],
+    )
 
 
 def test_a_plugin_may_have_an_object_that_answers_nothing(site, load):
-    site.plugin("a", extra="class Lazy:\n    def __getattr__(self, name):\n        raise RuntimeError\nlazy = Lazy()")
+    site.plugin(
+        "a",
+        extra="class Lazy:\n    def __getattr__(self, name):\n        raise RuntimeError\nlazy = Lazy()",
+    )
     assert load("a").name == "a"
 
 
@@ -124,8 +131,14 @@ def test_a_plugin_is_imported_and_described_once(site, find):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"extra": "raise RuntimeError('boom')"}, "importing fake_a of dist-a raised RuntimeError: boom"),
-        ({"extra": "import no_such_module"}, "raised ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            {"extra": "raise RuntimeError('boom')"},
+            "importing fake_a of dist-a raised RuntimeError: boom",
+        ),
+        (
+            {"extra": "import no_such_module"},
+            "raised ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ({"extra": "raise SystemExit(3)"}, "raised SystemExit: 3"),
         (
             {"extra": "@hookimpl\ndef ovpatch_actvate():\n    pass"},
@@ -136,16 +149,31 @@ def test_a_plugin_is_imported_and_described_once(site, find):
             {"extra": "def ovpatch_counters():\n    return {}"},
             "'ovpatch_counters' looks like a hook but is not marked with @hookimpl",
         ),
-        ({"extra": "@hookimpl\ndef ovpatch_counters(colour):\n    return {}"}, "does not fit the specification"),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_counters(colour):\n    return {}"},
+            "does not fit the specification",
+        ),
         ({"extra": "del ovpatch_register"}, "does not implement ovpatch_register"),
-        ({"extra": "del ovpatch_register, ovpatch_feature"}, "implement ovpatch_feature and ovpatch_register"),
-        ({"extra": "@hookimpl\ndef ovpatch_feature():\n    return 'a'"}, "ovpatch_feature returned str, not a Feature"),
+        (
+            {"extra": "del ovpatch_register, ovpatch_feature"},
+            "implement ovpatch_feature and ovpatch_register",
+        ),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_feature():\n    return 'a'"},
+            "ovpatch_feature returned str, not a Feature",
+        ),
         (
             {"extra": "@hookimpl\ndef ovpatch_feature():\n    return Feature('b', '')"},
             "its feature is called 'b', its entry point 'a'",
         ),
-        ({"extra": "@hookimpl\ndef ovpatch_feature():\n    return 1 / 0"}, "ovpatch_feature raised ZeroDivisionError"),
-        ({"feature": "options=(Option('X', 1, ''),)"}, "option name 'X' is not a lower-case identifier"),
+        (
+            {"extra": "@hookimpl\ndef ovpatch_feature():\n    return 1 / 0"},
+            "ovpatch_feature raised ZeroDivisionError",
+        ),
+        (
+            {"feature": "options=(Option('X', 1, ''),)"},
+            "option name 'X' is not a lower-case identifier",
+        ),
         ({"feature": "torch='about 2'"}, "about 2"),
         ({"feature": "torch=2.11"}, "torch= of the feature is 2.11, not a str"),
         ({"feature": "default='no'"}, "default= of the feature is 'no', not a bool"),
@@ -154,10 +182,15 @@ def test_a_plugin_is_imported_and_described_once(site, find):
         ({"feature": "options=None"}, "options must be a tuple of Option, not None"),
         ({"feature": "options=('n',)"}, "options must be a tuple of Option, not"),
         ({"feature": "options=(Option(1, 1, ''),)"}, "the name of an option must be"),
-        ({"feature": "options=(Option('n', 1, '', aliases='ab'),)"}, "the aliases of option 'n' must be a tuple"),
+        (
+            {"feature": "options=(Option('n', 1, '', aliases='ab'),)"},
+            "the aliases of option 'n' must be a tuple",
+        ),
     ],
 )
-def test_a_broken_plugin_says_what_is_wrong_and_leaves_the_others_alone(site, find, change, message):
+def test_a_broken_plugin_says_what_is_wrong_and_leaves_the_others_alone(
+    site, find, change, message
+):
     site.plugin("a", **change)
     site.plugin("b")
     plugins = Plugins()
@@ -275,7 +308,9 @@ def test_a_made_plugin_imports_its_modules_when_they_are_needed(made, session):
     assert session.apply((), {"a": {"amount": 5}}, None)["a"].state == "applied"
     assert (made.victim.f(1), made.victim.g(3), made.log) == (6, 6, ["attach 5"])
     assert session.report()["a"].counters == {"calls": 3}
-    assert "there are remarks" not in session.report()["a"].remarks, "nothing has imported that module"
+    assert "there are remarks" not in session.report()["a"].remarks, (
+        "nothing has imported that module"
+    )
     importlib.import_module("fake_remarks")
     assert "there are remarks" in session.report()["a"].remarks
 
@@ -286,11 +321,16 @@ def test_a_made_plugin_imports_its_modules_when_they_are_needed(made, session):
 def test_a_made_plugin_does_not_detach_what_nothing_has_imported(made, session):
     made.write("fake_live", LIVE.replace("import victim", "import nowhere"))
     found = session.apply((), None, None)["a"]
-    assert (found.state, found.reason.partition(":")[0]) == ("failed", "ovpatch_activate raised ModuleNotFoundError")
+    assert (found.state, found.reason.partition(":")[0]) == (
+        "failed",
+        "ovpatch_activate raised ModuleNotFoundError",
+    )
     assert made.victim.f(1) == 1
 
 
-@pytest.mark.parametrize("name", ["fake_work", "fake_work:", ":wrap_f", "fake work:f", "fake_work:no.method"])
+@pytest.mark.parametrize(
+    "name", ["fake_work", "fake_work:", ":wrap_f", "fake work:f", "fake_work:no.method"]
+)
 def test_a_wrap_that_names_no_function(made, name):
     made.write("fake_a", MADE.replace("fake_work:wrap_f", name))
     found = Session().apply((), None, None)["a"]
@@ -306,7 +346,10 @@ def test_a_named_wrap_that_does_not_exist_names_patch_and_target(made):
 
 
 def test_a_named_wrap_is_declared_once_and_found_inside():
-    first, again = NamedFunction("textwrap:dedent", {"a": 1}), NamedFunction("textwrap:dedent", {"a": 1})
+    first, again = (
+        NamedFunction("textwrap:dedent", {"a": 1}),
+        NamedFunction("textwrap:dedent", {"a": 1}),
+    )
     assert first == again
     assert hash(first) == hash(again)
     assert first != NamedFunction("textwrap:dedent", {"a": 2})

@@ -38,7 +38,8 @@ PLACES: dict[str, tuple[str, ...]] = {
         "ovpatch verify --features=+dist_optimizer -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH_DDP=0 torchrun --nproc-per-node 2 train.py",
         "OVPATCH=+recompute torchrun --nproc-per-node 2 train.py",
-        "OVPATCH=+recompute OVPATCH_RECOMPUTE_GRANULARITY=selective torchrun --nproc-per-node 2 train.py",
+        "OVPATCH=+recompute OVPATCH_RECOMPUTE_GRANULARITY=selective torchrun --nproc-per-node 2 "
+        "train.py",
     ),
     "here, one after the other": (
         "OVPATCH=0 torchrun --nproc-per-node 2 train.py > stock.txt",
@@ -85,20 +86,23 @@ PLACES: dict[str, tuple[str, ...]] = {
     f"{EXAMPLES}train_2d.py::test_all_features_train_the_same": (
         "torchrun --nproc-per-node 4 examples/train_2d.py",
         "OVPATCH=+dist_optimizer torchrun --nproc-per-node 4 examples/train_2d.py",
-        "ovpatch verify --features ddp,dist_optimizer,tp_linear -- torchrun --nproc-per-node 4 examples/train_2d.py",
+        "ovpatch verify --features ddp,dist_optimizer,tp_linear -- torchrun --nproc-per-node 4 "
+        "examples/train_2d.py",
     ),
     f"{EXAMPLES}train_megatron.py::test_it_trains_to_stocks_bits": (
         "OVPATCH=+megatron torchrun --nproc-per-node 4 examples/train_megatron.py",
         "OVPATCH=0 torchrun --nproc-per-node 4 examples/train_megatron.py",
         "OVPATCH=+megatron torchrun --nproc-per-node 4 examples/train_megatron.py --pp 1",
-        "ovpatch verify --features megatron -- torchrun --nproc-per-node 4 examples/train_megatron.py",
+        "ovpatch verify --features megatron -- torchrun --nproc-per-node 4 "
+        "examples/train_megatron.py",
     ),
     f"{EXAMPLES}train_moe.py::test_it_trains_the_same": (
         "torchrun --nproc-per-node 2 examples/train_moe.py",
         "OVPATCH=0 torchrun --nproc-per-node 2 examples/train_moe.py",
         "OVPATCH=-pipe_experts torchrun --nproc-per-node 2 examples/train_moe.py",
         "torchrun --nproc-per-node 4 examples/train_moe.py --ep 2",
-        "ovpatch verify --features pipe_experts -- torchrun --nproc-per-node 2 examples/train_moe.py",
+        "ovpatch verify --features pipe_experts -- torchrun --nproc-per-node 2 "
+        "examples/train_moe.py",
     ),
     f"{EXAMPLES}pipeline_hf.py::test_losses_are_those_of_the_whole_model": (
         "torchrun --nproc-per-node 2 examples/pipeline_hf.py",
@@ -114,7 +118,8 @@ PLACES: dict[str, tuple[str, ...]] = {
         "pip install ./examples/plugin_template",
         "OVPATCH=clip_watch ovpatch run -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH=-clip_watch ovpatch list",
-        "ovpatch verify --features clip_watch -- torchrun --nproc-per-node 2 examples/train_gpt.py --steps 20",
+        "ovpatch verify --features clip_watch -- torchrun --nproc-per-node 2 examples/train_gpt.py "
+        "--steps 20",
     ),
     "tests/test_packaging.py::test_the_installed_wheel_imports_and_is_found_by_torch": (
         "pip install .",
@@ -123,7 +128,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     "tests/scripts/test_compatibility.py::test_only_tests_that_pass_have_rows": (
         "pytest tests/scripts --compatibility docs/compatibility.json",
     ),
-    "tests/scripts/test_compatibility.py::test_the_page_is_up_to_date": ("python -m tests.scripts.compatibility",),
+    "tests/scripts/test_compatibility.py::test_the_page_is_up_to_date": (
+        "python -m tests.scripts.compatibility",
+    ),
     "tests/torch_suite/test_torch_suite.py::test_passes_patched": (
         "python -m tests.torch_suite --json results.json",
         "python -m tests.torch_suite --only static_graph join --variants ddp",
@@ -180,17 +187,30 @@ def test_every_block_says_what_it_is():
     """A command in a block of another kind would be left out here."""
     for page in PAGES:
         languages = re.findall(r"^```(.*)\n", page.read_text(encoding="utf-8"), re.MULTILINE)[::2]
-        assert set(languages) <= {"console", "text", "python", "bash", "diff", "toml", "yaml", "dockerfile"}, page
+        assert set(languages) <= {
+            "console",
+            "text",
+            "python",
+            "bash",
+            "diff",
+            "toml",
+            "yaml",
+            "dockerfile",
+        }, page
 
 
 def test_tests_that_run_commands_are_there_and_every_example_runs():
     ran = set()
     for place, commands in PLACES.items():
-        programs = {name for command in commands for name in re.findall(r"examples/(\w+)\.py", command)}
+        programs = {
+            name for command in commands for name in re.findall(r"examples/(\w+)\.py", command)
+        }
         if "::" in place:
             file, name = place.split("::")
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-            (test,) = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name]
+            (test,) = [
+                one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name
+            ]
             rarely = "RARELY" in map(ast.unparse, test.decorator_list)
             ran |= set() if rarely else {one for one in programs if one in file}
         elif place.startswith("here"):
@@ -220,13 +240,21 @@ def run_here(tmp_path, forks):
         variables, words = dict(word.split("=", 1) for word in words[:begin]), words[begin:]
         if words[0] == "torchrun":
             _, _, ranks, script, *arguments = words
-            done = forks.torchrun(int(ranks), tmp_path / script, *arguments, env=variables, timeout=240)
+            done = forks.torchrun(
+                int(ranks), tmp_path / script, *arguments, env=variables, timeout=240
+            )
         elif words[0] == "ovpatch":
             launch = re.compile(r"torchrun --nproc-per-node (\d+)")
-            program = launch.sub(lambda match: shlex.join(preloaded(int(match[1]))), shlex.join(words))
+            program = launch.sub(
+                lambda match: shlex.join(preloaded(int(match[1]))), shlex.join(words)
+            )
             where = {"OVPATCH_CACHE_DIR": str(tmp_path)}
             alone = len(words) == 2  # as users start it: its interpreter, too
-            start = [sys.executable, "-m", "ovpatch"] if alone else [*preloaded(), tmp_path / "command.py"]
+            start = (
+                [sys.executable, "-m", "ovpatch"]
+                if alone
+                else [*preloaded(), tmp_path / "command.py"]
+            )
             line = [*start, *shlex.split(program)[1:]]
             done = scripts.run(line, cwd=tmp_path, env=where | variables, timeout=240)
         else:
@@ -245,7 +273,10 @@ LIKE_ANOTHER = "ovpatch verify --features ddp -- torchrun --nproc-per-node 2 tra
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(command, marks=RARELY) if command == LIKE_ANOTHER else command for command in PLACES["here"]],
+    [
+        pytest.param(command, marks=RARELY) if command == LIKE_ANOTHER else command
+        for command in PLACES["here"]
+    ],
 )
 def test_a_command_runs(run_here, command):
     run_here(command)
@@ -297,7 +328,11 @@ for run, name, *arguments in json.loads(sys.argv[1]):
 def programs(command: str) -> Iterator[list[str]]:
     """Yield the programs of this project that a command starts: how runpy runs them, their name and their options."""
     if made := re.search(r"\bmake demo DEMO_ARGS=(.*)", command):
-        yield ["run_path", str(ROOT / "examples" / "demo.py"), *shlex.split(shlex.split(made[1])[0])]
+        yield [
+            "run_path",
+            str(ROOT / "examples" / "demo.py"),
+            *shlex.split(shlex.split(made[1])[0]),
+        ]
     words = shlex.split(command.partition(" > ")[0])
     for index, word in enumerate(words):
         if re.fullmatch(r"(?:examples|tools)/\w+\.py", word):
@@ -333,7 +368,9 @@ def test_a_wrong_option_is_noticed(tmp_path, forks, command):
 
 
 def test_pytest_takes_the_options_that_it_is_given(pytestconfig):
-    given = [found for _, command in console() for found in re.findall(r'PYTEST_ARGS="(.*)"', command)]
+    given = [
+        found for _, command in console() for found in re.findall(r'PYTEST_ARGS="(.*)"', command)
+    ]
     assert given
     for option in [word for words in given for word in words.split() if word.startswith("-")]:
         pytestconfig.getoption(option)
@@ -341,8 +378,15 @@ def test_pytest_takes_the_options_that_it_is_given(pytestconfig):
 
 def ovpatch_commands() -> Iterator[tuple[str, list[str]]]:
     """Yield each call of ovpatch in the documentation and in docstrings, as words, with the place."""
-    texts = [(page.name, line) for page in PAGES for block in fenced(page) for line in block.splitlines()]
-    texts += [(place, line) for place, text in docstrings() for line in text.splitlines() if line.startswith("    ")]
+    texts = [
+        (page.name, line) for page in PAGES for block in fenced(page) for line in block.splitlines()
+    ]
+    texts += [
+        (place, line)
+        for place, text in docstrings()
+        for line in text.splitlines()
+        if line.startswith("    ")
+    ]
     for place, line in texts:
         match = re.match(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:python3? -m )?ovpatch ([a-z].*)$", line)
         if match and not re.match(r"(list|doctor|run|verify|bench|timeline)\S*:", match[1]):
@@ -352,7 +396,11 @@ def ovpatch_commands() -> Iterator[tuple[str, list[str]]]:
 def fenced(page: Path) -> list[str]:
     """Return the blocks that are not Python."""
     pieces = re.split(r"^```(\w*)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return [text for language, text in zip(pieces[1::4], pieces[2::4], strict=False) if language != "python"]
+    return [
+        text
+        for language, text in zip(pieces[1::4], pieces[2::4], strict=False)
+        if language != "python"
+    ]
 
 
 def test_every_command_line_in_the_documentation_is_understood():
@@ -377,7 +425,9 @@ def test_what_other_commands_name_is_there():
             seen.add("make")
         for module in re.findall(r"python -m ((?:benchmarks|tests|tools)[\w.]*)", text):
             path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: {module}"
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (
+                f"{page.name}: {module}"
+            )
             seen.add("module")
         for extra in re.findall(r"ovpatch\[(\w+)\]", text):
             assert extra in extras, f"{page.name}: ovpatch[{extra}]"

@@ -19,12 +19,18 @@ def find_double_stops(source: str) -> list[int]:
         if not isinstance(node, ast.JoinedStr):
             continue
         for value, following in zip(node.values, node.values[1:], strict=False):
-            is_stop = isinstance(following, ast.Constant) and str(following.value).startswith((". ", ".\n"))
+            is_stop = isinstance(following, ast.Constant) and str(following.value).startswith(
+                (". ", ".\n")
+            )
             is_stop = is_stop or (isinstance(following, ast.Constant) and following.value == ".")
             # The representation of an error ends in a bracket.
             if is_stop and isinstance(value, ast.FormattedValue) and value.conversion != ord("r"):
                 inner = value.value
-                if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "str":
+                if (
+                    isinstance(inner, ast.Call)
+                    and isinstance(inner.func, ast.Name)
+                    and inner.func.id == "str"
+                ):
                     inner = inner.args[0]
                 if isinstance(inner, ast.Name) and inner.id in FOREIGN:
                     found.append(value.lineno)
@@ -41,7 +47,10 @@ def test_the_search_finds_what_it_is_for() -> None:
 
 def test_no_message_has_two_full_stops() -> None:
     files = [path for folder in ("ovpatch", "plugins") for path in (ROOT / folder).rglob("*.py")]
-    lines = {str(path.relative_to(ROOT)): find_double_stops(path.read_text(encoding="utf-8")) for path in files}
+    lines = {
+        str(path.relative_to(ROOT)): find_double_stops(path.read_text(encoding="utf-8"))
+        for path in files
+    }
     assert not {name: numbers for name, numbers in lines.items() if numbers}
 
 
@@ -109,8 +118,16 @@ class Sources:
                 if isinstance(node, ast.FunctionDef):
                     self._functions.setdefault(node.name, []).append((module, node))
             for node in tree.body:
-                target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-                if isinstance(target, ast.Name) and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+                target = (
+                    node.targets[0]
+                    if isinstance(node, ast.Assign)
+                    else getattr(node, "target", None)
+                )
+                if (
+                    isinstance(target, ast.Name)
+                    and isinstance(node, (ast.Assign, ast.AnnAssign))
+                    and node.value
+                ):
                     self._values[module, target.id] = node.value
 
     def find_texts(self) -> Iterator[tuple[str, int, str, str]]:
@@ -134,11 +151,17 @@ class Sources:
         if isinstance(node, ast.Name) and (module, node.id) in self._values and depth < 4:
             return self.read(module, self._values[module, node.id], depth + 1)
         if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+            parts = [
+                part.value if isinstance(part, ast.FormattedValue) else part for part in node.values
+            ]
             return self._join(module, parts, depth)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self._join(module, [node.left, node.right], depth)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "format"
+        ):
             return self.read(module, node.func.value, depth)
         if isinstance(node, ast.Call) and depth < 4:
             return self._read_function(module, ast.unparse(node.func), depth)
@@ -149,7 +172,11 @@ class Sources:
         for part in parts:
             # One reading for each part but the last keeps the number of messages small.
             texts = self.read(module, part, depth) or [f"{{{ast.unparse(part)}}}"]
-            found = [before + text for before in found for text in (texts if part is parts[-1] else texts[:1])]
+            found = [
+                before + text
+                for before in found
+                for text in (texts if part is parts[-1] else texts[:1])
+            ]
         return found
 
     def _read_function(self, module: str, called: str, depth: int) -> list[str]:
@@ -161,8 +188,14 @@ class Sources:
         own = [pair for pair in candidates if pair[0] == module] or (candidates if is_known else [])
         if len(own) != 1:
             return []
-        returned = [node.value for node in ast.walk(own[0][1]) if isinstance(node, ast.Return) and node.value]
-        return [text for value in returned for text in self.read(own[0][0], value, depth + 1) if text]
+        returned = [
+            node.value
+            for node in ast.walk(own[0][1])
+            if isinstance(node, ast.Return) and node.value
+        ]
+        return [
+            text for value in returned for text in self.read(own[0][0], value, depth + 1) if text
+        ]
 
 
 def has_remedy(text: str) -> bool:
@@ -179,7 +212,9 @@ def find_without_remedy(sources: Sources) -> tuple[list[str], set[str]]:
     for module, line, kind, text in sources.find_texts():
         if has_remedy(text):
             continue
-        reasons = [key for key in WITHOUT_REMEDY if key == kind or f"{module}: {text}".startswith(key)]
+        reasons = [
+            key for key in WITHOUT_REMEDY if key == kind or f"{module}: {text}".startswith(key)
+        ]
         used.update(reasons)
         if not reasons:
             found.append(f"{module}:{line} {kind}: ...{text[-160:]}")
@@ -202,14 +237,26 @@ def test_a_text_without_a_remedy_is_found() -> None:
     )
     for text in lacking:
         assert find_without_remedy(make_sources(m=text))[0], text
-    for text in ("f'it is {wrong}. Set it.'", "'it is wrong: set it'", "'it is. Remove it, or turn it off.'"):
+    for text in (
+        "f'it is {wrong}. Set it.'",
+        "'it is wrong: set it'",
+        "'it is. Remove it, or turn it off.'",
+    ):
         assert not find_without_remedy(make_sources(m=f"raise ValueError({text})"))[0], text
 
 
 def test_every_error_text_ends_with_a_remedy() -> None:
-    files = [path for folder in ("ovpatch", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))]
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("plugins.") for path in files}
-    trees = {names[path].removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    files = [
+        path for folder in ("ovpatch", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    names = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("plugins.")
+        for path in files
+    }
+    trees = {
+        names[path].removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+        for path in files
+    }
     sources = Sources(trees)
     assert len(list(sources.find_texts())) > 300
     found, used = find_without_remedy(sources)

@@ -20,10 +20,21 @@ apply = fake_plugins.apply
 FAILURES = [
     ({"extra": "raise RuntimeError('boom')"}, "failed", "boom"),
     ({"extra": REASON}, "skipped", "no such machine"),
-    ({"register": "raise RuntimeError('boom')"}, "failed", "ovpatch_register raised RuntimeError: boom"),
-    ({"register": "patches.register_patch('victim.nowhere', wrap=add(1))"}, "unavailable", "nowhere"),
     (
-        {"register": ADD.format(7), "extra": "@hookimpl\ndef ovpatch_activate():\n    raise RuntimeError('boom')"},
+        {"register": "raise RuntimeError('boom')"},
+        "failed",
+        "ovpatch_register raised RuntimeError: boom",
+    ),
+    (
+        {"register": "patches.register_patch('victim.nowhere', wrap=add(1))"},
+        "unavailable",
+        "nowhere",
+    ),
+    (
+        {
+            "register": ADD.format(7),
+            "extra": "@hookimpl\ndef ovpatch_activate():\n    raise RuntimeError('boom')",
+        },
         "failed",
         "ovpatch_activate raised RuntimeError: boom",
     ),
@@ -31,9 +42,21 @@ FAILURES = [
     ({"register": "patches.register_hook('h', lambda: None)"}, "failed", "remove"),
     ({"feature": "requires=('nobody',)"}, "skipped", "requires 'nobody', which is not installed"),
     ({"feature": "requires=('idle',)"}, "skipped", "requires 'idle', which is not on"),
-    ({"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    raise OSError('x')"}, "failed", "OSError: x"),
-    ({"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    return 5"}, "failed", "returned int, not a list"),
-    ({"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    raise SystemExit(3)"}, "failed", "SystemExit: 3"),
+    (
+        {"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    raise OSError('x')"},
+        "failed",
+        "OSError: x",
+    ),
+    (
+        {"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    return 5"},
+        "failed",
+        "returned int, not a list",
+    ),
+    (
+        {"extra": "@hookimpl\ndef ovpatch_reasons_against():\n    raise SystemExit(3)"},
+        "failed",
+        "SystemExit: 3",
+    ),
     ({"register": "raise SystemExit(3)"}, "failed", "ovpatch_register raised SystemExit: 3"),
     ({"register": "patches.register_hook('h', lambda: exit(3))"}, "failed", r"SystemExit\(3\)"),
     (
@@ -73,7 +96,9 @@ def test_a_failing_default_feature_leaves_the_others_alone(site, session, apply,
 
 @pytest.mark.parametrize("how", ["named", "variable", "switch", "strict"])
 @pytest.mark.parametrize("broken", FAILURES, indirect=True)
-def test_asked_for_by_name_or_strict_it_raises_and_nothing_stays(site, session, apply, broken, how, monkeypatch):
+def test_asked_for_by_name_or_strict_it_raises_and_nothing_stays(
+    site, session, apply, broken, how, monkeypatch
+):
     stock = site.victim.f
     if how == "variable":
         monkeypatch.setenv("OVPATCH", "+a")
@@ -135,7 +160,9 @@ def test_an_iterator_without_reasons_is_no_reason(site, apply):
 
 def test_an_interrupted_call_leaves_nothing_and_can_be_repeated(site, session, apply):
     interrupt = "if victim.LOG.count('register a') == 1:\n        raise KeyboardInterrupt"
-    site.plugin("a", register=ADD.format(10), extra=f"@hookimpl\ndef ovpatch_activate():\n    {interrupt}")
+    site.plugin(
+        "a", register=ADD.format(10), extra=f"@hookimpl\ndef ovpatch_activate():\n    {interrupt}"
+    )
     with pytest.raises(KeyboardInterrupt):
         apply()
     assert site.victim.f(1) == 1

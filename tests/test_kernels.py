@@ -42,14 +42,19 @@ def whole(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-4, 5, shape).to(dtype)  # sums are exact, in whatever order
 
 
-def run(route: Route, rows: Tensor, weights: Tensor, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def run(
+    route: Route, rows: Tensor, weights: Tensor, grad: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
     """Return tokens, gradients of rows and of weights, also where only one is wanted, and sums without weights."""
     found = []
     for of_rows, of_weights in ((True, True), (True, False), (False, True)):
         given = [rows.detach().requires_grad_(of_rows), weights.detach().requires_grad_(of_weights)]
         out = route.combine_rows(*given, dtype)
         wanted = [tensor for tensor in given if tensor.requires_grad]
-        found += [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype).expand_as(out))]
+        found += [
+            out.detach(),
+            *torch.autograd.grad(out, wanted, grad.to(out.dtype).expand_as(out)),
+        ]
     return [*found, route.sum_rows(rows, dtype)]
 
 
@@ -68,7 +73,9 @@ def put_together() -> list[str]:
             routing._has_kernel = by_kernel
             for i, (one, other) in enumerate(zip(found, right, strict=True)):
                 if one.dtype != other.dtype or not torch.equal(one, other):
-                    wrong.append(f"{(tokens, top_k, features, dropped)}, {dtype} of {of_rows}, result {i}")
+                    wrong.append(
+                        f"{(tokens, top_k, features, dropped)}, {dtype} of {of_rows}, result {i}"
+                    )
     return wrong
 
 
@@ -78,7 +85,9 @@ def in_fp32() -> list[list[float]]:
     route = Route(torch.tensor([1, 0, 3]), 6, 2, route.splits, route.plan)
     rows = torch.tensor([[1.0], [256.0], [torch.inf]]).bfloat16()
     weights = torch.tensor([[1, 1], [torch.nan, 0.5], [1, 1]])
-    sums = triton_kernels.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.row_of_slot, 2, torch.float32)
+    sums = triton_kernels.weighted_sum(
+        rows, weights[:1].expand(3, 2).contiguous(), route.row_of_slot, 2, torch.float32
+    )
     rounded = triton_kernels.weighted_sum(rows, None, route.row_of_slot, 2, torch.bfloat16)
     return [sums.flatten().tolist(), rounded.flatten().tolist()]
 
@@ -104,25 +113,36 @@ def following_roundings() -> list[str]:
         right = [refresh_fp32(wide.clone(), half) for wide, half in zip(wides, halves, strict=True)]
         before = [wide.clone() for wide in wides]
         table = torch.tensor(
-            [(wide.data_ptr(), half.data_ptr(), len(wide)) for wide, half in zip(wides, halves, strict=True)]
+            [
+                (wide.data_ptr(), half.data_ptr(), len(wide))
+                for wide, half in zip(wides, halves, strict=True)
+            ]
         )
         triton_main_params.launch_refresh(table, dtype, 24)
         for i, (wide, expected) in enumerate(zip(wides, right, strict=True)):
             if not same(wide, expected):
                 wrong.append(f"tensor {i} of {dtype}")
         changed = [not same(wide, old) for wide, old in zip(wides, before, strict=True)]
-        wrong += [] if changed == [True, False, False, False, True, True] else [f"changes {changed}"]
+        wrong += (
+            [] if changed == [True, False, False, False, True, True] else [f"changes {changed}"]
+        )
     return wrong
 
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Tell whether numbers are the same, signs of zeros included."""
-    return torch.allclose(one, other, 0, 0, equal_nan=True) and torch.equal(one.signbit(), other.signbit())
+    return torch.allclose(one, other, 0, 0, equal_nan=True) and torch.equal(
+        one.signbit(), other.signbit()
+    )
 
 
 def computed() -> dict[str, Any]:
     torch.manual_seed(0)
-    return {"put together": put_together(), "in fp32": in_fp32(), "following": following_roundings()}
+    return {
+        "put together": put_together(),
+        "in fp32": in_fp32(),
+        "following": following_roundings(),
+    }
 
 
 @pytest.fixture(scope="module")

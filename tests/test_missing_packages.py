@@ -58,7 +58,9 @@ def test_the_table_has_all_features(session):
         feature = records[name].feature
         assert feature is not None
         assert feature.distributed is (DISTRIBUTED in needs)
-        assert [package.module for package in feature.packages] == [need for need in needs[-1:] if need != DISTRIBUTED]
+        assert [package.module for package in feature.packages] == [
+            need for need in needs[-1:] if need != DISTRIBUTED
+        ]
 
 
 @pytest.mark.parametrize(("name", "missing"), CASES)
@@ -71,7 +73,9 @@ def test_by_default_it_is_skipped_with_the_remedy(session, monkeypatch, name, mi
         return
     top, _, below = missing.partition(".")
     what, separator, remedy = record.reason.partition(": ")
-    assert what == (f"package {top!r} has no module {missing!r}" if below else f"there is no package {top!r}")
+    assert what == (
+        f"package {top!r} has no module {missing!r}" if below else f"there is no package {top!r}"
+    )
     assert separator
     assert remedy
 
@@ -110,7 +114,11 @@ def test_doctor_calls_it_a_problem(session, monkeypatch):
 
 
 def test_a_missing_module_is_found_without_importing_its_parents(tmp_path, monkeypatch):
-    files = ("parent_here/__init__.py", "parent_here/below/__init__.py", "parent_here/below/leaf.py")
+    files = (
+        "parent_here/__init__.py",
+        "parent_here/below/__init__.py",
+        "parent_here/below/leaf.py",
+    )
     for file in (*files, "parent_here/space/leaf.py", "space_here/leaf.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("raise RuntimeError('imported')")

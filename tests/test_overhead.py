@@ -82,7 +82,9 @@ def output_of(program: str, *arguments: str) -> str:
 
 
 def output(command: list[str]) -> str:
-    done = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=clean(os.environ), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,19 +98,26 @@ def test_a_step_of_ddp_imports_nothing_of_other_features(tmp_path):
         assert "ovpatch.overlap.data_parallel.grad_sync" in loaded.split()
         others = [name for name in loaded.split() if name.startswith(OF_OTHERS)]
         # The entry point names these two.
-        needed = {f"ovpatch_plugins.dist_optimizer.dist_optimizer_{part}" for part in ("feature", "options")}
+        needed = {
+            f"ovpatch_plugins.dist_optimizer.dist_optimizer_{part}"
+            for part in ("feature", "options")
+        }
         assert set(others) <= needed
 
 
 def test_applying_takes_a_small_part_of_what_importing_torch_takes():
-    assert any(float(output_of(TIMED)) < MOST for _ in range(3))  # other work on the machine may disturb one
+    assert any(
+        float(output_of(TIMED)) < MOST for _ in range(3)
+    )  # other work on the machine may disturb one
 
 
 def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     """Nothing while ovpatch is off; reducers, collectives, experts and linears wait for a model that needs them."""
     idle, *applied = (line.split() for line in output_of(LOADED).splitlines())
     assert idle == ["ovpatch", "ovpatch._version", "ovpatch.autoload"]
-    light = re.compile(r"\w+_(feature|options|report)|options|report|takeover|ddp_attach|step_patches")
+    light = re.compile(
+        r"\w+_(feature|options|report)|options|report|takeover|ddp_attach|step_patches"
+    )
     # Where a feature registers that it shards the gradients of models that are wrapped later.
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
     # Where an option finds the schedules that it may name, and operators the counters of the report.
@@ -117,9 +126,17 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     for loaded, interface in zip(applied, (table, table | registry), strict=True):
         assert "ovpatch_plugins.ddp.ddp_feature" in loaded, "the feature is on"
         # The wrapper of destroy_process_group imports no torch, and looks whether there is work to end.
-        interface = {*interface, "ovpatch.overlap.pipelining", "ovpatch.overlap.pipelining.group_end"}
-        work = [name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface]
-        work += [name for name in loaded if name.count(".") > 1 and name.startswith("ovpatch_plugins.")]
+        interface = {
+            *interface,
+            "ovpatch.overlap.pipelining",
+            "ovpatch.overlap.pipelining.group_end",
+        }
+        work = [
+            name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface
+        ]
+        work += [
+            name for name in loaded if name.count(".") > 1 and name.startswith("ovpatch_plugins.")
+        ]
         work = [name for name in work if not light.fullmatch(name.rpartition(".")[2])]
         assert not work
 

@@ -18,13 +18,18 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"ovpatch": "ovpatch", "plugins/ovpatch_plugins": "ovpatch_plugins"}  # folder -> the name it is imported by
+PACKAGES = {
+    "ovpatch": "ovpatch",
+    "plugins/ovpatch_plugins": "ovpatch_plugins",
+}  # folder -> the name it is imported by
 
 pytestmark = pytest.mark.slow
 
 
 def run(*command, **kwargs):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, **kwargs)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, **kwargs
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -36,7 +41,9 @@ def wheel(tmp_path_factory):
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
     for folder in PACKAGES:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source))
     (file,) = out.glob("*.whl")
     return file
@@ -68,7 +75,9 @@ def metadata(dist_info):
 
 def test_every_module_and_type_marker_is_in_the_wheel(names):
     for folder, package in PACKAGES.items():
-        files = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")} | {Path("py.typed")}
+        files = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")} | {
+            Path("py.typed")
+        }
         missing = {f"{package}/{file.as_posix()}" for file in files} - names
         assert not missing, "a folder of the package has no __init__.py"
 
@@ -89,7 +98,9 @@ def test_entry_points_of_all_three_groups(dist_info):
 def test_every_feature_folder_has_an_entry_point(dist_info):
     points = configparser.ConfigParser()
     points.read_string(dist_info("entry_points.txt"))
-    features = {path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/*_feature.py")}
+    features = {
+        path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/*_feature.py")
+    }
     assert features <= set(points["ovpatch"])
 
 
@@ -99,7 +110,9 @@ def test_licence(metadata, dist_info):
 
 
 def test_torch_is_required_without_a_version_so_that_pip_never_replaces_it(metadata):
-    requirements = {r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist")) if r.marker is None}
+    requirements = {
+        r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist")) if r.marker is None
+    }
     assert set(requirements) == {"torch", "wrapt", "pluggy", "packaging", "rich"}
     assert not requirements["torch"].specifier
     assert metadata["Requires-Python"] == ">=3.10"
@@ -118,7 +131,9 @@ def test_the_source_distribution_has_all_that_its_tests_need(tmp_path):
     """What git tracks is in it; tests run from it (CONTRIBUTING.md, Release)."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     source = tmp_path / "source"
     for name in listed.splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +142,9 @@ def test_the_source_distribution_has_all_that_its_tests_need(tmp_path):
     (file,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    missing = {name for name in listed.splitlines() if name not in held and not name.startswith(".")}
+    missing = {
+        name for name in listed.splitlines() if name not in held and not name.startswith(".")
+    }
     assert not missing, "add them to MANIFEST.in"
     assert not [name for name in held if name.endswith(".pyc")]
 
@@ -137,7 +154,9 @@ def test_the_environment_of_the_tests_has_the_libraries_that_programs_need(metad
     assert re.search(r'^pip install .* --editable "\.\[\$EXTRAS\]"', bootstrap, re.MULTILINE)
     assert "EXTRAS=${EXTRAS:-test,integration}" in bootstrap
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
-    extra = {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "integration"})}
+    extra = {
+        r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "integration"})
+    }
     calls = [
         call
         for path in (ROOT / "tests" / "scripts").glob("test_*.py")

@@ -74,8 +74,12 @@ def test_all_catchers_of_a_fault_are_found(repository):
     assert (repository / "module.py").read_text() == MODULE
     harmless = Fault("harmless", "module.py", "add(a, a)", "add(a, a) + 0", ("test_module.py",))
     assert plant_faults.find_catchers(harmless, repository) == []
-    with pytest.raises(RuntimeError, match=r"fault 'gone': pytest exited with 4\. Correct its tests"):
-        plant_faults.find_catchers(Fault("gone", "module.py", "a + b", "a", ("gone.py",)), repository)
+    with pytest.raises(
+        RuntimeError, match=r"fault 'gone': pytest exited with 4\. Correct its tests"
+    ):
+        plant_faults.find_catchers(
+            Fault("gone", "module.py", "a + b", "a", ("gone.py",)), repository
+        )
 
 
 def test_a_fault_that_never_ends_is_caught_by_the_time_limit(repository, monkeypatch):
@@ -95,7 +99,11 @@ def test_a_fault_whose_last_catcher_goes_is_listed(repository):
     (repository / "tests" / "a" / "test_b.py").write_text("def test_c(): pass\n")
     assert plant_faults.list_uncaught(record, (), repository) == ["a renamed test"]
     gone = ["tests/a/", "test_module.py"]
-    assert plant_faults.list_uncaught(record, gone, repository) == ["a folder", "a renamed test", "one file"]
+    assert plant_faults.list_uncaught(record, gone, repository) == [
+        "a folder",
+        "a renamed test",
+        "one file",
+    ]
 
 
 def test_the_record_is_updated_and_forgets_faults_that_no_longer_exist(tmp_path):
@@ -108,7 +116,9 @@ def test_the_record_is_updated_and_forgets_faults_that_no_longer_exist(tmp_path)
 
 def test_no_recorded_fault_has_lost_its_last_catcher():
     names = {fault.name for fault in FAULTS}
-    record = {name: catchers for name, catchers in plant_faults.read_record().items() if name in names}
+    record = {
+        name: catchers for name, catchers in plant_faults.read_record().items() if name in names
+    }
     assert record
     uncaught = plant_faults.list_uncaught(record)
     assert not uncaught, "write a test that catches it, then: python tools/plant_faults.py NAME"
@@ -144,13 +154,25 @@ def test_each_place_has_its_mutants_and_annotations_and_texts_have_none():
 
 
 def test_mutants_are_drawn_by_their_seed_and_killed_by_tests(repository):
-    (repository / "module.py").write_text(MODULE + "\n\ndef unused(a):\n    return a + 1\n\n\nadd(1, 2)\n")
-    drawn = [draw_mutants(repository, "module.py", 3, seed, ["test_module.py"]) for seed in (1, 1, 2, 3)]
+    (repository / "module.py").write_text(
+        MODULE + "\n\ndef unused(a):\n    return a + 1\n\n\nadd(1, 2)\n"
+    )
+    drawn = [
+        draw_mutants(repository, "module.py", 3, seed, ["test_module.py"]) for seed in (1, 1, 2, 3)
+    ]
     assert drawn[0] == drawn[1]
     assert len({tuple(mutants) for mutants in drawn}) > 1
     with pytest.raises(ValueError, match=r"gone has no code that a mutant changes\. Name a folder"):
         draw_mutants(repository, "gone", 3, 1, [])
-    dead = Mutant("module.py", 2, "negated test", "a + b", "not (a + b)", MODULE.index("a + b"), ("test_module.py",))
+    dead = Mutant(
+        "module.py",
+        2,
+        "negated test",
+        "a + b",
+        "not (a + b)",
+        MODULE.index("a + b"),
+        ("test_module.py",),
+    )
     assert plant_faults.is_killed(dead, repository)
     broken = Mutant("module.py", 1, "dropped call", "def add", "def old", 0, ("test_module.py",))
     assert plant_faults.is_killed(broken, repository)

@@ -88,7 +88,9 @@ def test_torchs_own_fsdp_is_nearly_clean():
     """Its authors use the words of the field, so it has at most 3 findings per 1,000 lines."""
     folder = Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"
     sources = [path.read_text(encoding="utf-8") for path in folder.glob("*.py")]
-    findings = [finding for source in sources for finding in prose.check_source("fsdp.py", source, WORDS)]
+    findings = [
+        finding for source in sources for finding in prose.check_source("fsdp.py", source, WORDS)
+    ]
     assert len(sources) > 5
     assert len(findings) <= 3 * sum(source.count("\n") for source in sources) / 1000
 

@@ -49,7 +49,11 @@ def report(*features, rank=0, pid=None, restart=0, patches=()):
 
 def test_json_has_the_agreed_keys():
     made = feature(
-        remarks=("r",), options={"size": OptionValue(25, "argument")}, counters={"steps": 3}, summary="s", default=True
+        remarks=("r",),
+        options={"size": OptionValue(25, "argument")},
+        counters={"steps": 3},
+        summary="s",
+        default=True,
     )
     data = report(made, patches=(patch(),))
     assert data["features"] == [
@@ -93,13 +97,25 @@ def test_features_by_name():
 
 def test_the_summary_says_what_is_on_and_why_others_are_not():
     made = Report(
-        "0.1", "2.13", "3.11", 1, None, (feature("a"), feature("b", "skipped", "why"), feature("c", "disabled", "x"))
+        "0.1",
+        "2.13",
+        "3.11",
+        1,
+        None,
+        (feature("a"), feature("b", "skipped", "why"), feature("c", "disabled", "x")),
     )
     assert made.summary() == "applied a; disabled c; skipped b (why)"
 
 
 def test_the_table_is_plain_text_unless_colour_is_asked_for():
-    made = Report("0.1", "2.13", "3.11", 1, None, (feature("a", "failed", "because [of] this", counters={"n": 3}),))
+    made = Report(
+        "0.1",
+        "2.13",
+        "3.11",
+        1,
+        None,
+        (feature("a", "failed", "because [of] this", counters={"n": 3}),),
+    )
     text = str(made)
     assert text.isascii()
     assert "\x1b" not in text
@@ -110,7 +126,9 @@ def test_the_table_is_plain_text_unless_colour_is_asked_for():
 
 @pytest.mark.parametrize("remark", [NEVER_CALLED, NO_WORK])
 def test_an_idle_feature_is_not_green(remark):
-    made = Report("0.1", "2.13", "3.11", 1, None, (feature("a", remarks=(remark,), counters={"n": 0}),))
+    made = Report(
+        "0.1", "2.13", "3.11", 1, None, (feature("a", remarks=(remark,), counters={"n": 0}),)
+    )
     assert "applied, idle" in str(made)
     assert "\x1b[32m" not in made.table(colour=True)
     assert "\x1b[32m" in Report("0.1", "2.13", "3.11", 1, None, (feature("a"),)).table(colour=True)
@@ -124,19 +142,26 @@ def test_what_was_left_to_stock_is_no_work():
 def test_a_feature_may_name_the_counters_that_show_work():
     assert not did_work({"models": 2, "steps": 0}, ["steps"])
     assert did_work({"models": 2, "steps": 1}, ["steps"])
-    merged = merge_reports([report(feature(counters={"models": 2, "steps": 0}, work=("steps",)), rank=0)])
+    merged = merge_reports(
+        [report(feature(counters={"models": 2, "steps": 0}, work=("steps",)), rank=0)]
+    )
     assert merged["features"][0]["work"] == ["steps"]
 
 
 def test_the_table_shows_options_that_are_not_the_default():
-    options = {"size": OptionValue(25, "environment OVPATCH_DDP_SIZE"), "other": OptionValue(1, "default")}
+    options = {
+        "size": OptionValue(25, "environment OVPATCH_DDP_SIZE"),
+        "other": OptionValue(1, "default"),
+    }
     text = Report("0.1", "2.13", "3.11", 1, None, (feature(options=options),)).table(width=200)
     assert "size=25 (environment OVPATCH_DDP_SIZE)" in text
     assert "other" not in text
 
 
 def test_a_notebook_shows_the_report_as_html():
-    text = Report("0.1", "2.13", "3.11", 1, None, (feature(reason="a < b\nthen", counters={"n": 3}),))._repr_html_()
+    text = Report(
+        "0.1", "2.13", "3.11", 1, None, (feature(reason="a < b\nthen", counters={"n": 3}),)
+    )._repr_html_()
     assert text.startswith("<table>")
     assert "a &lt; b<br>then<br>n 3" in text
 
@@ -146,8 +171,13 @@ GAINS = ("{models:model}", "{early} of {all:bucket} early", "{whole-kept:bytes} 
 
 def test_gains_are_words_and_units():
     counters = {"models": 1, "early": 60, "all": 64, "whole": 9 * 2**30, "kept": 2**30}
-    assert describe_gains(GAINS, counters) == "1 model, 60 of 64 buckets early, 8.0 GiB less memory a rank"
-    assert describe_gains(GAINS, {"models": 2000}) == "2,000 models", "a clause of zeros is left out"
+    assert (
+        describe_gains(GAINS, counters)
+        == "1 model, 60 of 64 buckets early, 8.0 GiB less memory a rank"
+    )
+    assert describe_gains(GAINS, {"models": 2000}) == "2,000 models", (
+        "a clause of zeros is left out"
+    )
     assert describe_gains((), {"n": 3, "stock_n": 2, "m": 0}) == "n 3"
 
 
@@ -160,7 +190,9 @@ def test_every_shipped_feature_says_its_gains_by_counters_that_exist():
         assert feature.gains
         counters = FakeCounters()
         describe_gains(feature.gains, counters)
-        hooks = importlib.import_module(f"ovpatch_plugins.{feature.name}.{feature.name}_feature").hooks
+        hooks = importlib.import_module(
+            f"ovpatch_plugins.{feature.name}.{feature.name}_feature"
+        ).hooks
         assert counters.read <= set(hooks.ovpatch_counters()), feature.name
 
 
@@ -191,13 +223,20 @@ def test_a_script_is_known_by_the_names_in_its_code_and_on_its_command_line(monk
     library = tmp_path / "site-packages"
     library.mkdir()
     for path in (tmp_path / "train.py", tmp_path / "helper.py", library / "library.py"):
-        path.write_text(SCRIPT if path.stem == "train" else f"def {path.stem}_name(): use(megatron.core)\n")
+        path.write_text(
+            SCRIPT if path.stem == "train" else f"def {path.stem}_name(): use(megatron.core)\n"
+        )
         monkeypatch.setitem(sys.modules, path.stem, SimpleNamespace(__file__=str(path)))
     monkeypatch.setattr(script_names, "_PROGRAM", str(tmp_path / "train.py"))
     monkeypatch.setattr(script_names, "_PROGRAM_PATH", tmp_path / "train.py")
     monkeypatch.setattr(sys, "argv", ["train.py", "--sequence-parallel=1", "data"])
     names = script_names.list_script_names()
-    assert {"torch.distributed.pipelining", "Schedule1F1B", "gradient_checkpointing", "sequence_parallel"} <= names
+    assert {
+        "torch.distributed.pipelining",
+        "Schedule1F1B",
+        "gradient_checkpointing",
+        "sequence_parallel",
+    } <= names
     assert "helper_name" in names
     assert "library_name" not in names
 
@@ -234,7 +273,11 @@ def test_the_end_of_a_run_on_ranks_is_as_in_its_golden_file():
     ddp = feature(counters=counters, gains=GAINS, work=("all",), remarks=remarks)
     features = [
         ddp,
-        feature("sharder", requires=("ddp",), remarks=("Net: off: too small", "m.f is pending: m", NEVER_CALLED)),
+        feature(
+            "sharder",
+            requires=("ddp",),
+            remarks=("Net: off: too small", "m.f is pending: m", NEVER_CALLED),
+        ),
         feature("broken", "failed", "boom"),
         feature("other", remarks=("no layer of it was found", NEVER_CALLED)),
         feature("pipes", "disabled", "off by default", fits="uses Schedule1F1B"),
@@ -249,7 +292,9 @@ def test_the_end_of_a_run_on_ranks_is_as_in_its_golden_file():
 def test_the_end_of_a_run_that_gained_nothing_gives_the_next_command():
     merged = merge_reports([report(feature(remarks=(NEVER_CALLED,)), rank=rank) for rank in (0, 1)])
     text = summarise_report(merged, "torchrun train.py", width=200)
-    assert text.startswith("ovpatch:     nothing was accelerated: the script used nothing that a feature patches")
+    assert text.startswith(
+        "ovpatch:     nothing was accelerated: the script used nothing that a feature patches"
+    )
     assert text.endswith("  next       ovpatch run --full -- torchrun train.py")
     merged = merge_reports([report(feature("pipes", "disabled", fits="uses Schedule1F1B"))])
     text = summarise_report(merged, "python train.py", width=200)
@@ -279,19 +324,30 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy(monkeypatch, version, 
 
 def test_counters_are_summed_and_kept_by_process():
     merged = merge_reports(
-        [report(feature(counters={"n": 2}), rank=1), report(feature(counters={"n": 3, "m": 1}), rank=0)]
+        [
+            report(feature(counters={"n": 2}), rank=1),
+            report(feature(counters={"n": 3, "m": 1}), rank=0),
+        ]
     )
     found = merged["features"][0]
     assert found["counters"] == {"n": 5, "m": 1}
-    assert [(one["rank"], one["counters"]) for one in found["processes"]] == [(0, {"n": 3, "m": 1}), (1, {"n": 2})]
-    assert merged["processes"] == [{"pid": 100, "rank": 0, "restart": 0}, {"pid": 101, "rank": 1, "restart": 0}]
+    assert [(one["rank"], one["counters"]) for one in found["processes"]] == [
+        (0, {"n": 3, "m": 1}),
+        (1, {"n": 2}),
+    ]
+    assert merged["processes"] == [
+        {"pid": 100, "rank": 0, "restart": 0},
+        {"pid": 101, "rank": 1, "restart": 0},
+    ]
     assert (found["state"], found["reason"]) == ("applied", "")
     assert (merged["pid"], merged["rank"]) == (None, None)
     format_report(merged)
 
 
 def test_states_that_differ_are_said_and_the_worst_one_counts():
-    merged = merge_reports([report(rank=0), report(feature(state="skipped", reason="no GPU"), rank=1), report(rank=2)])
+    merged = merge_reports(
+        [report(rank=0), report(feature(state="skipped", reason="no GPU"), rank=1), report(rank=2)]
+    )
     found = merged["features"][0]
     assert found["state"] == "skipped"
     assert "applied on rank 0, rank 2" in found["reason"]
@@ -300,13 +356,18 @@ def test_states_that_differ_are_said_and_the_worst_one_counts():
 
 def test_one_state_with_two_reasons():
     merged = merge_reports(
-        [report(feature(state="skipped", reason=why), rank=rank) for rank, why in enumerate(("x", "y"))]
+        [
+            report(feature(state="skipped", reason=why), rank=rank)
+            for rank, why in enumerate(("x", "y"))
+        ]
     )
     assert merged["features"][0]["reason"] == "rank 0: x; rank 1: y"
 
 
 def test_a_feature_that_one_process_does_not_have():
-    merged = merge_reports([report(feature("a"), feature("b"), rank=0), report(feature("a"), rank=1)])
+    merged = merge_reports(
+        [report(feature("a"), feature("b"), rank=0), report(feature("a"), rank=1)]
+    )
     assert [one["name"] for one in merged["features"]] == ["a", "b"]
     assert merged["features"][1]["state"] == "unavailable"
     assert "not installed on rank 1" in merged["features"][1]["reason"]
@@ -319,7 +380,9 @@ def test_every_state_has_a_place_in_the_order():
 
 def test_options_that_differ_are_said():
     options = [{"size": OptionValue(value, "argument")} for value in (1, 2)]
-    merged = merge_reports([report(feature(options=one), rank=rank) for rank, one in enumerate(options)])
+    merged = merge_reports(
+        [report(feature(options=one), rank=rank) for rank, one in enumerate(options)]
+    )
     assert merged["features"][0]["options"]["size"] == {
         "value": 1,
         "source": "argument",
@@ -330,22 +393,36 @@ def test_options_that_differ_are_said():
 
 
 def test_remarks_are_said_once_with_whom_they_concern():
-    merged = merge_reports([report(feature(remarks=("all", "one")), rank=0), report(feature(remarks=("all",)), rank=1)])
+    merged = merge_reports(
+        [report(feature(remarks=("all", "one")), rank=0), report(feature(remarks=("all",)), rank=1)]
+    )
     assert merged["features"][0]["remarks"] == ["all", "one (rank 0)"]
 
 
 def test_never_called_is_said_of_workers_but_not_of_a_parent_while_others_work():
     idle, busy = feature(remarks=(NEVER_CALLED,), counters={"n": 0}), feature(counters={"n": 1})
-    assert merge_reports([report(idle, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [NEVER_CALLED]
-    assert merge_reports([report(busy, rank=0), report(idle, rank=1)])["features"][0]["remarks"] == [
-        NEVER_CALLED + " (rank 1)"
-    ]
-    assert merge_reports([report(busy, rank=0), report(idle, rank=None, pid=7)])["features"][0]["remarks"] == []
+    assert merge_reports([report(idle, rank=0), report(idle, rank=1)])["features"][0][
+        "remarks"
+    ] == [NEVER_CALLED]
+    assert merge_reports([report(busy, rank=0), report(idle, rank=1)])["features"][0][
+        "remarks"
+    ] == [NEVER_CALLED + " (rank 1)"]
+    assert (
+        merge_reports([report(busy, rank=0), report(idle, rank=None, pid=7)])["features"][0][
+            "remarks"
+        ]
+        == []
+    )
 
 
 def test_a_rank_without_a_last_report_is_named_and_is_not_called_idle():
-    killed = {**report(feature(remarks=(NEVER_CALLED, "r"), counters={"n": 0}), rank=1), "finished": False}
-    merged = merge_reports([{**report(feature(remarks=("r",), counters={"n": 1})), "finished": True}, killed])
+    killed = {
+        **report(feature(remarks=(NEVER_CALLED, "r"), counters={"n": 0}), rank=1),
+        "finished": False,
+    }
+    merged = merge_reports(
+        [{**report(feature(remarks=("r",), counters={"n": 1})), "finished": True}, killed]
+    )
     assert merged["features"][0]["remarks"] == ["r"]
     assert merged["unfinished"] == ["rank 1"]
     child = {**report(rank=None, pid=7), "finished": False}
@@ -359,14 +436,18 @@ def test_a_process_without_a_rank_that_never_imported_the_target_is_no_differenc
     assert (merged["features"][0]["state"], merged["features"][0]["reason"]) == ("applied", "")
     merged = merge_reports([report(rank=0), report(pending, rank=1)])
     assert merged["features"][0]["state"] == "pending"
-    assert "pending (m is not imported yet) on rank 1" in merged["features"][0]["reason"], "a rank is one"
+    assert "pending (m is not imported yet) on rank 1" in merged["features"][0]["reason"], (
+        "a rank is one"
+    )
     merged = merge_reports([report(pending, rank=None, pid=7)])
     assert merged["features"][0]["state"] == "pending", "where all are pending, that is the state"
 
 
 def test_after_an_elastic_restart_the_last_generation_counts():
     first = [report(feature(counters={"n": 50}), rank=rank, pid=rank + 1) for rank in (0, 1)]
-    second = [report(feature(counters={"n": 3}), rank=rank, pid=rank + 11, restart=1) for rank in (0, 1)]
+    second = [
+        report(feature(counters={"n": 3}), rank=rank, pid=rank + 11, restart=1) for rank in (0, 1)
+    ]
     merged = merge_reports(first + second)
     assert merged["features"][0]["counters"] == {"n": 6}
     assert len(merged["processes"]) == 4

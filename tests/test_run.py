@@ -40,7 +40,12 @@ def run(environ, tmp_path):
         report = tmp_path / "report.json"
         line = [sys.executable, "-m", "ovpatch", "run", "--report", str(report), "--", *command]
         done = subprocess.run(
-            line, env={**environ, **more}, capture_output=True, text=True, timeout=timeout, cwd=tmp_path
+            line,
+            env={**environ, **more},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=tmp_path,
         )
         return done, json.loads(report.read_text()) if report.exists() else None
 
@@ -145,7 +150,9 @@ def test_children_report_for_themselves_and_count_nothing_twice(run, site):
     # killed, parent, fork, spawn, plain os.fork; the idle daemon leaves no report
     assert counts == [0, 3, 3, 5, 7]
     assert feature["counters"] == {"calls": 18}
-    assert next(patch for patch in report["patches"] if patch["target"] == "victim.f")["calls"] == 18
+    assert (
+        next(patch for patch in report["patches"] if patch["target"] == "victim.f")["calls"] == 18
+    )
 
 
 @pytest.mark.slow
@@ -154,12 +161,16 @@ def test_off_is_no_failure(run, site):
     done, report = run(sys.executable, train, OVPATCH="0")
     assert done.returncode == 0, done.stderr
     assert {feature["state"] for feature in report["features"]} == {"disabled"}
-    assert not any(feature["fits"] for feature in report["features"]), "what is off on purpose is no advice"
+    assert not any(feature["fits"] for feature in report["features"]), (
+        "what is off on purpose is no advice"
+    )
 
 
 @pytest.mark.slow
 def test_a_worker_that_cannot_be_patched_stops_the_command(run, site):
-    site.plugin("b", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return ['no such machine']")
+    site.plugin(
+        "b", extra="@hookimpl\ndef ovpatch_reasons_against():\n    return ['no such machine']"
+    )
     train = script(site.folder, "train.py", "import torch, time\ntime.sleep(100)")
     done, report = run(sys.executable, train, OVPATCH="+b", timeout=60)
     assert done.returncode == 1
@@ -172,7 +183,11 @@ def test_a_worker_that_cannot_be_patched_stops_the_command(run, site):
 
 @pytest.mark.slow
 def test_a_script_that_calls_apply_reports_also_without_autoload(run, site):
-    train = script(site.folder, "train.py", "import ovpatch, victim\novpatch.apply('a')\nassert victim.f(1) == 11")
+    train = script(
+        site.folder,
+        "train.py",
+        "import ovpatch, victim\novpatch.apply('a')\nassert victim.f(1) == 11",
+    )
     done, report = run(sys.executable, train, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1" in done.stderr
@@ -185,7 +200,12 @@ def test_a_script_that_calls_apply_reports_also_without_autoload(run, site):
 def test_no_worker_is_a_failure_with_the_possible_causes(here):
     code, out, err = here("--", sys.executable, "-c", "print('done')")
     assert (code, out) == (1, "done\n")
-    for cause in ("TORCH_DEVICE_BACKEND_AUTOLOAD=0", "another Python", "dropped the variables", "ovpatch.apply()"):
+    for cause in (
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+        "another Python",
+        "dropped the variables",
+        "ovpatch.apply()",
+    ):
         assert cause in err
 
 
@@ -193,7 +213,8 @@ def test_no_worker_is_a_failure_with_the_possible_causes(here):
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [("raise SystemExit(7)", 7), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137)]
+    ("code", "expected"),
+    [("raise SystemExit(7)", 7), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137)],
 )
 def test_the_exit_code_is_the_commands(here, code, expected):
     assert here("--", sys.executable, "-c", code)[0] == expected
@@ -217,7 +238,9 @@ def test_a_command_that_cannot_be_executed(here, tmp_path):
         ({}, ("--report", os.curdir), "is a directory. Name a file in it"),
     ],
 )
-def test_mistakes_are_found_before_anything_runs(here, monkeypatch, tmp_path, environ, line, message):
+def test_mistakes_are_found_before_anything_runs(
+    here, monkeypatch, tmp_path, environ, line, message
+):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     mark = tmp_path / "started"
@@ -229,7 +252,10 @@ def test_mistakes_are_found_before_anything_runs(here, monkeypatch, tmp_path, en
 
 def test_arguments_of_the_command_are_its_own(here):
     code = "import sys; print(sys.argv[1:])"
-    assert here("--", sys.executable, "-c", code, "--report", "x", "--", "-h")[1] == "['--report', 'x', '--', '-h']\n"
+    assert (
+        here("--", sys.executable, "-c", code, "--report", "x", "--", "-h")[1]
+        == "['--report', 'x', '--', '-h']\n"
+    )
 
 
 # --- signals ---

@@ -38,7 +38,9 @@ def test_layout_is_no_difference(old, new):
 )
 def test_a_change_of_code_is_a_difference(old, new, difference):
     assert same_ast.find_difference(SOURCE, SOURCE.replace(old, new)) == difference
-    assert same_ast.find_difference(SOURCE, SOURCE + "x = 1\n") == "the number of statements differs"
+    assert (
+        same_ast.find_difference(SOURCE, SOURCE + "x = 1\n") == "the number of statements differs"
+    )
 
 
 def test_changed_files_are_found(tmp_path):

@@ -46,7 +46,9 @@ def test_apply_from_inside_a_hook_is_refused(site, session):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own warning of forks among threads
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # Python's own warning of forks among threads
 def test_a_child_forked_while_another_thread_applies_does_not_hang(site):
     entered, go_on = threading.Event(), threading.Event()
     site.victim.wait = lambda: (entered.set(), go_on.wait(60))
@@ -74,7 +76,9 @@ def test_one_line_at_info_and_only_when_something_changes(site, apply, caplog, c
     with caplog.at_level(logging.INFO, "ovpatch"):
         apply()
         apply()
-    assert [record.getMessage() for record in caplog.records] == ["applied a; skipped b (no such machine)"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "applied a; skipped b (no such machine)"
+    ]
     assert capfd.readouterr() == ("", "")
 
 

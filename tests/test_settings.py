@@ -176,14 +176,24 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "asked", "arguments", "text"),
     [
-        ({"OVPATCH": "dpp"}, (), (), r"OVPATCH=dpp names an unknown feature 'dpp' \(did you mean 'ddp'\?\)"),
+        (
+            {"OVPATCH": "dpp"},
+            (),
+            (),
+            r"OVPATCH=dpp names an unknown feature 'dpp' \(did you mean 'ddp'\?\)",
+        ),
         ({"OVPATCH": "-tp_liner"}, (), (), "did you mean 'tp_linear'"),
         ({}, ("ppie",), (), r"the call names an unknown feature 'ppie' \(did you mean 'pipe'\?\)"),
         ({}, (), ("dpd",), "options= names an unknown feature 'dpd'"),
         ({"OVPATCH_DPP": "1"}, (), (), r"OVPATCH_DPP \(did you mean 'OVPATCH_DDP'\?\)"),
         ({"OVPATCH_STRIKT": "1"}, (), (), "did you mean 'OVPATCH_STRICT'"),
         ({"OVPATCH_ddp": "1"}, (), (), "did you mean 'OVPATCH_DDP'"),
-        ({"OVPATCH_QQQQQQQQ": "1"}, (), (), "Unknown environment variable OVPATCH_QQQQQQQQ. Unset it"),
+        (
+            {"OVPATCH_QQQQQQQQ": "1"},
+            (),
+            (),
+            "Unknown environment variable OVPATCH_QQQQQQQQ. Unset it",
+        ),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest_known_one(environ, asked, arguments, text):
@@ -238,7 +248,11 @@ def test_text_is_parsed_by_the_type_of_the_default(option, text, value):
         ("OVPATCH_DDP_OVERLAP", "maybe", "OVPATCH_DDP_OVERLAP=maybe: expected 1 or 0"),
         ("OVPATCH_DDP_DEPTH", "2.5", "expected a whole number"),
         ("OVPATCH_DDP_SIZE", "big", "expected a number"),
-        ("OVPATCH_DDP_MODE", "rnig", r"not a choice \(did you mean 'ring'\?\). Choose one of auto, ring, tree"),
+        (
+            "OVPATCH_DDP_MODE",
+            "rnig",
+            r"not a choice \(did you mean 'ring'\?\). Choose one of auto, ring, tree",
+        ),
         ("OVPATCH_DDP_STREAMS", "0", "expected a number above 0"),
         ("OVPATCH_DDP_STREAMS", "2.5", "expected a number above 0"),
     ],
@@ -256,7 +270,10 @@ def test_unparsable_values(name, text, message):
         ({"depth": 2.0}, "not float"),
         ({"mode": "rnig"}, "did you mean 'ring'"),
         ({"streams": 0}, "expected a number above 0"),
-        *[({"patience_s": value}, "expected a time in seconds") for value in (0, -1.0, "inf", "nan", "soon", True)],
+        *[
+            ({"patience_s": value}, "expected a time in seconds")
+            for value in (0, -1.0, "inf", "nan", "soon", True)
+        ],
         ({"dpeth": 1}, r"Feature 'ddp' has no option 'dpeth' \(did you mean 'depth'\?\)"),
     ],
 )
@@ -289,8 +306,12 @@ def test_name_and_alias_may_agree_but_not_differ():
 
 
 def test_variables_must_belong_to_an_option_unless_the_plugin_is_not_imported():
-    options.check_variables({"OVPATCH_DDP_DEPTH": "1", "OVPATCH_DDP": "1", "OVPATCH_PIPE_X": "1"}, [DDP], ["pipe"])
-    with pytest.raises(SettingsError, match=r"OVPATCH_DDP_DPETH \(did you mean 'OVPATCH_DDP_DEPTH'\?\)"):
+    options.check_variables(
+        {"OVPATCH_DDP_DEPTH": "1", "OVPATCH_DDP": "1", "OVPATCH_PIPE_X": "1"}, [DDP], ["pipe"]
+    )
+    with pytest.raises(
+        SettingsError, match=r"OVPATCH_DDP_DPETH \(did you mean 'OVPATCH_DDP_DEPTH'\?\)"
+    ):
         options.check_variables({"OVPATCH_DDP_DPETH": "1"}, [DDP], ["pipe"])
 
 
@@ -319,7 +340,10 @@ CACHE = Feature("cache", "", options=(Option("dir", "", ""),))
 def test_two_options_with_one_variable_lose_both():
     lost = options.find_clashes({"a": A, "a_b": A_B}, (), ("a", "a_b"))
     assert set(lost) == {"a", "a_b"}
-    assert "OVPATCH_A_B_C would be option 'b_c' of feature 'a' and option 'c' of feature 'a_b'" in lost["a"]
+    assert (
+        "OVPATCH_A_B_C would be option 'b_c' of feature 'a' and option 'c' of feature 'a_b'"
+        in lost["a"]
+    )
 
 
 def test_ovpatch_keeps_its_own_variable():
@@ -332,7 +356,10 @@ def test_the_switch_of_a_feature_that_is_not_imported_clashes_too():
 
 
 def test_variables_of_ovpatch_are_reserved():
-    assert "OVPATCH_CACHE_DIR" in options.find_clashes({"cache": CACHE}, ("cache",), ("cache",))["cache"]
+    assert (
+        "OVPATCH_CACHE_DIR"
+        in options.find_clashes({"cache": CACHE}, ("cache",), ("cache",))["cache"]
+    )
 
 
 def test_no_clash():
@@ -341,9 +368,16 @@ def test_no_clash():
 
 def test_a_value_that_is_no_truth_value_is_left_to_the_option_of_the_shorter_feature():
     known = ("ddp", "ddp_size")
-    assert settings.read_switch(settings.read_environment({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", known) is None
+    assert (
+        settings.read_switch(
+            settings.read_environment({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", known
+        )
+        is None
+    )
     with pytest.raises(SettingsError, match="neither on nor off"):
-        settings.read_switch(settings.read_environment({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", ("ddp_size",))
+        settings.read_switch(
+            settings.read_environment({"OVPATCH_DDP_SIZE": "25"}), "ddp_size", ("ddp_size",)
+        )
 
 
 # --- the documentation ---
@@ -353,7 +387,9 @@ def test_a_value_that_is_no_truth_value_is_left_to_the_option_of_the_shorter_fea
 def test_generated_parts_of_the_documentation_are_in_sync(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert "<!-- begin: " in text
-    assert docs_table.refresh_page(text, DOCS) == text, f"run: python tools/docs_table.py docs/{page}"
+    assert docs_table.refresh_page(text, DOCS) == text, (
+        f"run: python tools/docs_table.py docs/{page}"
+    )
 
 
 def test_the_table_has_every_variable_and_alias():

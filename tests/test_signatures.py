@@ -51,7 +51,8 @@ def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str
     given = {
         name: Anything()
         for name, parameter in signature.parameters.items()
-        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if parameter.kind
+        in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     }
     reached: list[dict[str, Any]] = []
 
@@ -69,7 +70,11 @@ def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str
     except Exception as error:  # noqa: BLE001 - the wrapper was entered, and cannot work with such arguments
         return "" if own_frames(error.__traceback__) else f"{error!r}"
     found = {name: value for arguments in reached for name, value in arguments.items()}
-    return "" if not reached or given.items() <= found.items() else f"{sorted(found)} arrive of {sorted(given)}"
+    return (
+        ""
+        if not reached or given.items() <= found.items()
+        else f"{sorted(found)} arrive of {sorted(given)}"
+    )
 
 
 def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
@@ -89,7 +94,11 @@ def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
 
             assert _Registration.late.prepare() == ""
         states = {status.target: status for status in session._features._manager.statuses()}
-        wrong |= {name: status.reason for name, status in states.items() if status.state.value == "incompatible"}
+        wrong |= {
+            name: status.reason
+            for name, status in states.items()
+            if status.state.value == "incompatible"
+        }
         assert "torch.optim.optimizer.Optimizer.state_dict" in states
         for chain in session._features._manager._chains:
             if chain.wrappers:

@@ -48,16 +48,26 @@ def find_difference(name: str, measured: int, ceiling: int) -> str:
     return ""
 
 
-def assert_ceilings(measured: Mapping[str, int], ceilings: Mapping[str, int], details: str = "") -> None:
+def assert_ceilings(
+    measured: Mapping[str, int], ceilings: Mapping[str, int], details: str = ""
+) -> None:
     assert measured.keys() == ceilings.keys()
-    wrong = [text for name, count in measured.items() if (text := find_difference(name, count, ceilings[name]))]
+    wrong = [
+        text
+        for name, count in measured.items()
+        if (text := find_difference(name, count, ceilings[name]))
+    ]
     assert not wrong, "\n".join([*wrong, details])
 
 
 def test_a_ceiling_holds_in_both_directions():
     assert [find_difference("calls", count, 100) for count in (100, 95)] == ["", ""]
-    assert find_difference("calls", 101, 100).startswith("calls: 101 are more than the ceiling, 100.")
-    assert find_difference("calls", 94, 100).startswith("calls: 94 are fewer than the ceiling, 100.")
+    assert find_difference("calls", 101, 100).startswith(
+        "calls: 101 are more than the ceiling, 100."
+    )
+    assert find_difference("calls", 94, 100).startswith(
+        "calls: 94 are fewer than the ceiling, 100."
+    )
     with pytest.raises(AssertionError, match=r"(?s)^files: 5 are fewer.*what came in"):
         assert_ceilings({"files": 5}, {"files": 6}, "what came in")
 
@@ -148,9 +158,14 @@ def list_by_file(calls: Sequence[Call]) -> str:
 @arms
 def test_the_traced_step_is_a_steady_step_of_these_features(features):
     traced = trace(*features)
-    grown = {feature: {name: n for name, n in of.items() if n} for feature, of in traced["counters"].items()}
+    grown = {
+        feature: {name: n for name, n in of.items() if n}
+        for feature, of in traced["counters"].items()
+    }
     assert grown == {feature: COUNTERS[feature] for feature in features}
-    assert set(traced["grads"]) == {"LazyTensor" if "dist_optimizer" in features else "Tensor"}, "sharded, or not"
+    assert set(traced["grads"]) == {"LazyTensor" if "dist_optimizer" in features else "Tensor"}, (
+        "sharded, or not"
+    )
     assert traced["is_steady"], "the next step has other calls"
 
 
@@ -204,7 +219,9 @@ def find_class(name: str) -> list[ast.ClassDef]:
     return [*found, *itertools.chain.from_iterable(map(find_class, bases))]
 
 
-def bindings(node: ast.AST, owner: str = "self") -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
+def bindings(
+    node: ast.AST, owner: str = "self"
+) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
     """Yield each attribute that is bound, with its value and annotation, if known."""
     for found in ast.walk(node):
         if isinstance(found, ast.AnnAssign):
@@ -213,13 +230,20 @@ def bindings(node: ast.AST, owner: str = "self") -> Iterator[tuple[str, ast.expr
             pairs = []
             for target in found.targets:
                 if isinstance(target, ast.Tuple) and isinstance(found.value, ast.Tuple):
-                    pairs += [(t, v, None) for t, v in itertools.zip_longest(target.elts, found.value.elts)]
+                    pairs += [
+                        (t, v, None)
+                        for t, v in itertools.zip_longest(target.elts, found.value.elts)
+                    ]
                 else:
                     pairs += [(t, found.value, None) for t in getattr(target, "elts", [target])]
         else:
             continue
         for target, value, annotation in pairs:
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == owner:
+            if (
+                isinstance(target, ast.Attribute)
+                and isinstance(target.value, ast.Name)
+                and target.value.id == owner
+            ):
                 yield target.attr, value, annotation
 
 
@@ -230,11 +254,17 @@ def is_boolean(value: ast.expr | None, annotation: ast.expr | None) -> bool:
     if isinstance(value, ast.BoolOp):
         return all(is_boolean(part, None) for part in value.values)
     is_not = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
-    return is_not or isinstance(value, ast.Compare) or (isinstance(value, ast.Constant) and type(value.value) is bool)
+    return (
+        is_not
+        or isinstance(value, ast.Compare)
+        or (isinstance(value, ast.Constant) and type(value.value) is bool)
+    )
 
 
 def measure_class(classes: Sequence[ast.ClassDef]) -> dict[str, int]:
-    methods = {node.name for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)}
+    methods = {
+        node.name for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)
+    }
     bound = [found for cls in classes for found in bindings(cls)]
     bound += [
         (node.target.id, node.value, node.annotation)
@@ -270,7 +300,10 @@ class A(B):
 def test_a_class_has_no_more_methods_and_state(name):
     classes = find_class(name)
     assert classes, f"one class of the project is called {name}"
-    names = [f"{cls.name}: {[node.name for node in cls.body if isinstance(node, ast.FunctionDef)]}" for cls in classes]
+    names = [
+        f"{cls.name}: {[node.name for node in cls.body if isinstance(node, ast.FunctionDef)]}"
+        for cls in classes
+    ]
     assert_ceilings(measure_class(classes), CLASSES[name], "\n".join(names))
 
 
@@ -307,13 +340,19 @@ def count_logical_lines(text: str) -> int:
 
 def test_logical_lines_are_counted_without_prose():
     assert (
-        count_logical_lines('"""A.\n\nB."""\n\n# c\nx = (1,\n     2)  # d\ndef f():\n    """E."""\n    return x\n') == 3
+        count_logical_lines(
+            '"""A.\n\nB."""\n\n# c\nx = (1,\n     2)  # d\ndef f():\n    """E."""\n    return x\n'
+        )
+        == 3
     )
 
 
 def test_the_rooms_of_a_step_have_no_more_lines():
     counts = {path: count_logical_lines(path.read_text(encoding="utf-8")) for path in SOURCES}
-    by_room = {room: {path.name: n for path, n in counts.items() if path.is_relative_to(ROOT / room)} for room in ROOMS}
+    by_room = {
+        room: {path.name: n for path, n in counts.items() if path.is_relative_to(ROOT / room)}
+        for room in ROOMS
+    }
     measured = {room: sum(files.values()) for room, files in by_room.items()}
     assert all(measured.values()), "a room has moved: adapt ROOMS"
     details = [f"{room}: {files}" for room, files in by_room.items()]

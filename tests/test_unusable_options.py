@@ -46,7 +46,9 @@ def call_experts() -> None:
 
     weights = [torch.ones(1, 4, 4), torch.ones(1, 4, 4)]
     index = torch.zeros(2, 1, dtype=torch.long)
-    expert_parallel_ffn(torch.ones(2, 4), index, torch.ones(2, 1), weights, torch.relu, None, STATE.config)
+    expert_parallel_ffn(
+        torch.ones(2, 4), index, torch.ones(2, 1), weights, torch.relu, None, STATE.config
+    )
 
 
 def run_pipeline() -> None:
@@ -92,7 +94,9 @@ def load_options() -> dict[str, tuple[Option, ...]]:
 
 
 def test_each_option_is_in_one_of_the_tables():
-    names = {(feature, option.name) for feature, options in load_options().items() for option in options}
+    names = {
+        (feature, option.name) for feature, options in load_options().items() for option in options
+    }
     usable = {(feature, name) for feature, text in USABLE.items() for name in text.split()}
     assert not usable & UNUSABLE.keys()
     assert usable | UNUSABLE.keys() == names
@@ -117,7 +121,10 @@ def use(feature: str, name: str) -> tuple[str, list[str], list[str]]:
 
 @pytest.mark.parametrize(
     ("feature", "name"),
-    [pytest.param(*case, marks=[needs("megatron")] if case[0] == "megatron" else []) for case in UNUSABLE],
+    [
+        pytest.param(*case, marks=[needs("megatron")] if case[0] == "megatron" else [])
+        for case in UNUSABLE
+    ],
 )
 def test_the_first_use_is_an_error_with_reason_and_remedy(ranks, feature, name):
     value, _, reason = UNUSABLE[feature, name]
@@ -152,7 +159,9 @@ def fail_before_apply() -> tuple[list[str], list[str]]:
     index = torch.zeros(2, 1, dtype=torch.long)
     config = MoEConfig(exchange="symmetric")
     with pytest.raises(OptionError):
-        expert_parallel_ffn(torch.ones(2, 4), index, torch.ones(2, 1), weights, torch.relu, None, config)
+        expert_parallel_ffn(
+            torch.ones(2, 4), index, torch.ones(2, 1), weights, torch.relu, None, config
+        )
     noted = hookspecs.list_failures("pipe_experts")
     with ovpatch.applied("pipe_experts"):
         return noted, list(ovpatch.report()["pipe_experts"].remarks)
@@ -166,7 +175,12 @@ def test_the_report_leaves_out_errors_from_before_the_feature_was_on(ranks):
 
 # An option whose values differ by rank, and what the report calls the first use.
 DIFFERENT: dict[str, tuple[str, tuple[Any, Any], Callable[[], None], str]] = {
-    "ddp": ("overlap_grad_reduce", (True, False), wrap_model, "wrapping Linear in DistributedDataParallel"),
+    "ddp": (
+        "overlap_grad_reduce",
+        (True, False),
+        wrap_model,
+        "wrapping Linear in DistributedDataParallel",
+    ),
     "megatron": ("chunks", (2, 3), train_megatron, "the first column-parallel linear"),
     "pipeline": ("schedule", ("1f1b", "zb-h1"), run_pipeline, "preparing Schedule1F1B"),
     "tp_linear": ("chunks", (2, 3), cut_linear, "cutting a linear by ColwiseParallel"),
@@ -178,11 +192,17 @@ def differ(feature: str) -> tuple[str, list[str]]:
     with ovpatch.applied(feature, options={feature: {name: values[dist.get_rank()]}}):
         with pytest.raises(RuntimeError) as error:
             first_use()
-        return type(error.value).__name__ + ": " + str(error.value), list(ovpatch.report()[feature].remarks)
+        return type(error.value).__name__ + ": " + str(error.value), list(
+            ovpatch.report()[feature].remarks
+        )
 
 
 @pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=[needs("megatron")] if name == "megatron" else []) for name in DIFFERENT]
+    "feature",
+    [
+        pytest.param(name, marks=[needs("megatron")] if name == "megatron" else [])
+        for name in DIFFERENT
+    ],
 )
 def test_the_report_shows_that_ranks_differ(ranks, feature):
     name, _, _, action = DIFFERENT[feature]

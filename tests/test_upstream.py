@@ -24,12 +24,21 @@ def uses():
 
 
 def test_each_use_has_a_row(uses):
-    missing = {use: sorted(rooms) for use, rooms in uses.items() if not any(row.covers(use) for row in LEDGER)}
+    missing = {
+        use: sorted(rooms)
+        for use, rooms in uses.items()
+        if not any(row.covers(use) for row in LEDGER)
+    }
     assert not missing, "use a public name, or give the reason in ovpatch/upstream.toml"
 
 
 def test_each_symbol_of_the_ledger_is_used(uses):
-    unused = [symbol for row in LEDGER for symbol in row.symbols if not upstream.find_matches(symbol, uses)]
+    unused = [
+        symbol
+        for row in LEDGER
+        for symbol in row.symbols
+        if not upstream.find_matches(symbol, uses)
+    ]
     assert not unused, "remove them from ovpatch/upstream.toml"
 
 
@@ -45,7 +54,9 @@ def test_versions_are_ranges_and_include_the_installed_ones():
                 installed = Version(importlib.metadata.version(package)).public
             except importlib.metadata.PackageNotFoundError:
                 installed = ""
-            assert not installed or SpecifierSet(versions).contains(installed, prereleases=True), row.symbols
+            assert not installed or SpecifierSet(versions).contains(installed, prereleases=True), (
+                row.symbols
+            )
 
 
 def test_names_of_the_installed_torch_exist(uses):
@@ -118,5 +129,7 @@ def test_targets_of_patches_are_found():
     ],
 )
 def test_a_row_without_a_field_is_an_error(text):
-    with pytest.raises(ValueError, match=r"^ledger: .* Write symbol, torch, reason and remove_when\.$"):
+    with pytest.raises(
+        ValueError, match=r"^ledger: .* Write symbol, torch, reason and remove_when\.$"
+    ):
         upstream.read_ledger(text)

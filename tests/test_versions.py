@@ -26,8 +26,12 @@ def test_results_are_recorded_once_for_each_pair_of_versions_and_shown(tmp_path)
     report.write_text(REPORT)
     row = tool.read_report(report, "2.15.0+cpu", "3.11", "2026-01-01")
     assert (row.passed, row.skipped, row.failed) == (1, 1, ("tests.a.two",))
-    tool.add_row(tool.Row("2.9.0", "3.11", "2026-01-01", problem="pip could not install it"), record)
-    tool.add_row(tool.Row("2.15.0", "3.11", "2025-01-01", problem="pip could not install it"), record)
+    tool.add_row(
+        tool.Row("2.9.0", "3.11", "2026-01-01", problem="pip could not install it"), record
+    )
+    tool.add_row(
+        tool.Row("2.15.0", "3.11", "2025-01-01", problem="pip could not install it"), record
+    )
     tool.add_row(tool.Row("2.15.0+cpu", "3.11", "2025-01-01", passed=7), record)
     tool.add_row(row, record)
     rows = json.loads(record.read_text())

@@ -55,7 +55,14 @@ def test_a_report_without_what_the_parent_had_counted():
 
 @pytest.fixture
 def reporter(tmp_path):
-    made = Report("0.1", "2.13", "3.11", os.getpid(), None, (FeatureReport("a", "applied", counters={"n": 1}),))
+    made = Report(
+        "0.1",
+        "2.13",
+        "3.11",
+        os.getpid(),
+        None,
+        (FeatureReport("a", "applied", counters={"n": 1}),),
+    )
     return worker_exit._Reporter(tmp_path, lambda with_fits=False: made)
 
 
@@ -66,7 +73,9 @@ def test_one_file_per_process_rewritten_in_place(reporter, tmp_path, monkeypatch
     (found,) = worker_reports.read_reports(tmp_path, "worker")
     assert found["restart"] == 2
     assert found["features"][0]["counters"] == {"n": 1}
-    assert [path.name for path in tmp_path.iterdir()] == [reporter.get_path().name], "no temporary file stays"
+    assert [path.name for path in tmp_path.iterdir()] == [reporter.get_path().name], (
+        "no temporary file stays"
+    )
 
 
 def test_a_directory_that_is_gone_is_no_error(reporter, tmp_path):

@@ -14,7 +14,9 @@ from ovpatch.hookspecs import Feature
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".github"
 WORKFLOWS = sorted((FOLDER / "workflows").glob("*.yml"))
-TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+TARGETS = set(
+    re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+)
 CHECKED_ACTIONS = {"actions/checkout", "actions/setup-python", "actions/upload-artifact"}
 
 # The source distribution has no files whose names begin with a dot.
@@ -29,14 +31,28 @@ def list_problems(workflow):
     """Return the faults that GitHub, or a reviewer, would find in a workflow."""
     problems = []
     # YAML 1.1 reads the key "on" as true.
-    if not workflow.keys() <= {"name", True, "permissions", "concurrency", "jobs"} or True not in workflow:
+    if (
+        not workflow.keys() <= {"name", True, "permissions", "concurrency", "jobs"}
+        or True not in workflow
+    ):
         problems.append(f"keys {list(workflow)}")
     if workflow.get("permissions") != {"contents": "read"}:
         problems.append("permissions are more than contents: read")
     for name, job in workflow["jobs"].items():
-        if not job.keys() <= {"name", "runs-on", "timeout-minutes", "strategy", "steps", "env", "if"}:
+        if not job.keys() <= {
+            "name",
+            "runs-on",
+            "timeout-minutes",
+            "strategy",
+            "steps",
+            "env",
+            "if",
+        }:
             problems.append(f"{name}: keys {list(job)}")
-        if not str(job.get("runs-on", "")).startswith("ubuntu-") and job.get("runs-on") != ["self-hosted", "gpu"]:
+        if not str(job.get("runs-on", "")).startswith("ubuntu-") and job.get("runs-on") != [
+            "self-hosted",
+            "gpu",
+        ]:
             problems.append(f"{name}: runs on {job.get('runs-on')}")
         if "timeout-minutes" not in job:
             problems.append(f"{name}: no timeout-minutes")
@@ -44,7 +60,9 @@ def list_problems(workflow):
         used = set(re.findall(r"matrix\.(\w+)", str(job)))
         if used != matrix.keys():
             problems.append(f"{name}: uses {sorted(used)} of the matrix {sorted(matrix)}")
-        problems += [f"{name}: {problem}" for step in job["steps"] for problem in list_step_problems(step)]
+        problems += [
+            f"{name}: {problem}" for step in job["steps"] for problem in list_step_problems(step)
+        ]
     return problems
 
 
@@ -68,7 +86,11 @@ def test_a_workflow_has_no_problem(path):
 
 def test_a_problem_of_a_workflow_is_found():
     step = {"run": "pytest ${{ github.head_ref }}"}
-    job = {"runs-on": "a-host", "strategy": {"matrix": {"torch": ["2"]}}, "steps": [step, {"uses": "a/b@main"}]}
+    job = {
+        "runs-on": "a-host",
+        "strategy": {"matrix": {"torch": ["2"]}},
+        "steps": [step, {"uses": "a/b@main"}],
+    }
     assert list_problems({True: "push", "jobs": {"test": job}}) == [
         "permissions are more than contents: read",
         "test: runs on a-host",
@@ -89,7 +111,9 @@ def test_the_matrix_has_the_oldest_supported_versions_and_only_supported_ones():
     assert matrix["python"][0] == "3.10"
     assert all(f"Python :: {version}" in classifiers for version in matrix["python"])
     shards = " ".join(shard["tests"] for shard in matrix["shard"]).split()
-    assert shards == ["tests/plugins", "tests", "--ignore=tests/plugins"], "together they have all tests"
+    assert shards == ["tests/plugins", "tests", "--ignore=tests/plugins"], (
+        "together they have all tests"
+    )
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])
@@ -109,8 +133,14 @@ def test_templates_and_hooks_name_files_that_exist():
     named = re.findall(r"`([\w/]+\.\w+|\w+/)`", template)
     assert len(named) >= 4
     assert [path for path in named if not (ROOT / path).exists()] == []
-    hooks = [hook for repository in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
-    modules = {module for hook in hooks for module in re.findall(r"-m (\S+)", hook.get("entry", ""))}
+    hooks = [
+        hook
+        for repository in load(ROOT / ".pre-commit-config.yaml")["repos"]
+        for hook in repository["hooks"]
+    ]
+    modules = {
+        module for hook in hooks for module in re.findall(r"-m (\S+)", hook.get("entry", ""))
+    }
     assert modules == {"ruff", "tools.prose"}
 
 

@@ -89,7 +89,9 @@ def _text(x: float, y: float, label: str, style: str = "small") -> str:
 
 
 def _rectangle(left: float, top: float, width: float, height: float, style: str) -> str:
-    return f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" class="{style}"/>\n'
+    return (
+        f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" class="{style}"/>\n'
+    )
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, dashed: bool = False) -> str:
@@ -118,7 +120,9 @@ def _draw_arrow(arrow: Arrow, start: Box, end: Box) -> str:
     else:
         x1, x2 = ((box.left + box.right) / 2 for box in (start, end))
     y1, y2 = start.top + HEIGHT, end.top
-    return _line(x1, y1, x2, y2, arrow.dashed) + _text((x1 + x2) / 2, (y1 + y2) / 2 + 4, arrow.label, "small halo")
+    return _line(x1, y1, x2, y2, arrow.dashed) + _text(
+        (x1 + x2) / 2, (y1 + y2) / 2 + 4, arrow.label, "small halo"
+    )
 
 
 def draw_parts(title: str, boxes: list[Box], arrows: list[Arrow]) -> str:
@@ -158,17 +162,22 @@ def draw_sequence(title: str, participants: list[str], events: list[Message | No
             y += 36
             x1, x2 = centres[event.start], centres[event.end]
             if x1 == x2:
-                drawn.append(f'<path class="line" marker-end="url(#tip)" d="M{x1:g} {y - 10:g}h26v14h-24"/>\n')
+                drawn.append(
+                    f'<path class="line" marker-end="url(#tip)" d="M{x1:g} {y - 10:g}h26v14h-24"/>\n'
+                )
                 drawn.append(_text(x1 + 32, y, event.label, "small halo first"))
             else:
-                drawn.append(_line(x1, y, x2, y) + _text((x1 + x2) / 2, y - 6, event.label, "small halo"))
+                drawn.append(
+                    _line(x1, y, x2, y) + _text((x1 + x2) / 2, y - 6, event.label, "small halo")
+                )
     bottom = y + 20
     lines = [
         f'<path class="line dashed" d="M{x:g} {MARGIN + HEIGHT - 10}V{bottom:g}" style="stroke:#9e9e9e"/>\n'
         for x in centres.values()
     ]
     heads = [
-        _rectangle(x - distance / 2 + 8, MARGIN, distance - 16, HEIGHT - 12, "") + _text(x, MARGIN + 24, name, "name")
+        _rectangle(x - distance / 2 + 8, MARGIN, distance - 16, HEIGHT - 12, "")
+        + _text(x, MARGIN + 24, name, "name")
         for name, x in centres.items()
     ]
     head = _HEAD.format(width=WIDTH, height=f"{bottom + MARGIN:g}", title=escape(title))
@@ -286,7 +295,12 @@ def sharded_step() -> str:
     )
 
 
-DIAGRAMS: Final = {"layers": layers, "folders": folders, "ddp-step": ddp_step, "sharded-step": sharded_step}
+DIAGRAMS: Final = {
+    "layers": layers,
+    "folders": folders,
+    "ddp-step": ddp_step,
+    "sharded-step": sharded_step,
+}
 
 
 def main() -> None:

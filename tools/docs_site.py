@@ -58,17 +58,24 @@ _BOOSTS: Final = {
 
 def find_boost(uri: str) -> float:
     """Return how much the search favors a page of the site."""
-    return next((boost for part, boost in _BOOSTS.items() if uri.startswith(part) or uri.endswith(part)), 1.0)
+    return next(
+        (boost for part, boost in _BOOSTS.items() if uri.startswith(part) or uri.endswith(part)),
+        1.0,
+    )
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Show the version, and link the repository if the project names one."""
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "ovpatch" / "_version.py").read_text(encoding="utf-8"))
+    version = re.search(
+        r'__version__ = "(.+)"', (ROOT / "ovpatch" / "_version.py").read_text(encoding="utf-8")
+    )
     assert version, "ovpatch/_version.py has the version"
     config.site_name = f"ovpatch {version[1]}"
     config.copyright = f"ovpatch {version[1]}, Apache-2.0"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    repository = re.search(r'^\[project\.urls\]\n(?:.+\n)*?(?:Repository|Source) = "(.+)"', project, re.MULTILINE)
+    repository = re.search(
+        r'^\[project\.urls\]\n(?:.+\n)*?(?:Repository|Source) = "(.+)"', project, re.MULTILINE
+    )
     if repository:
         config.repo_url, config.repo_name = repository[1], "Repository"
     return config
@@ -109,7 +116,9 @@ def rewrite_links(text: str, source: Path, uri: str) -> str:
         return f"{picture}[{label}]({posixpath.relpath(found, posixpath.dirname(uri) or '.')}{mark}{anchor})"
 
     pieces = _FENCED.split(text)
-    return "".join(piece if index % 2 else _LINK.sub(rewrite, piece) for index, piece in enumerate(pieces))
+    return "".join(
+        piece if index % 2 else _LINK.sub(rewrite, piece) for index, piece in enumerate(pieces)
+    )
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -137,5 +146,8 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Refuse a page that would load from another host a script, style or picture: the site works offline."""
     found = _FOREIGN.search(output)
     if found:
-        raise ValueError(f"{page.file.src_uri} loads {found[1] or 'Mermaid'} when it is read. Keep that file in docs/.")
+        raise ValueError(
+            f"{page.file.src_uri} loads {found[1] or 'Mermaid'} when it is read. Keep that file in "
+            "docs/."
+        )
     return output

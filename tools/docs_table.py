@@ -33,7 +33,12 @@ def make_variables_table(features: Iterable[Feature] | None = None) -> str:
     for feature in _shipped() if features is None else features:
         default = "`1`" if feature.default else "`0`"
         rows.append(
-            (f"`{make_variable_name(feature.name)}`", "`0` `1`", default, f"The feature itself: {feature.summary}")
+            (
+                f"`{make_variable_name(feature.name)}`",
+                "`0` `1`",
+                default,
+                f"The feature itself: {feature.summary}",
+            )
         )
         rows += [_option_row(feature.name, option) for option in feature.options]
     lines = [("Variable", "Values", "Default", "Meaning"), ("---",) * 4, *rows]
@@ -41,7 +46,9 @@ def make_variables_table(features: Iterable[Feature] | None = None) -> str:
 
 
 def _table(lines: Iterable[Sequence[str]]) -> str:
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
 
 
 def _shipped() -> list[Feature]:
@@ -52,7 +59,11 @@ def _shipped() -> list[Feature]:
 def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
     values = " ".join(f"`{choice}`" for choice in option.choices) or option.values
     values = values or _VALUES.get(type(option.default), "a string")
-    default = {True: "`1`", False: "`0`"}.get(option.default) if isinstance(option.default, bool) else None
+    default = (
+        {True: "`1`", False: "`0`"}.get(option.default)
+        if isinstance(option.default, bool)
+        else None
+    )
     shown = default or ("unset" if option.default in (None, "") else f"`{option.default}`")
     also = [make_variable_name(feature, alias) for alias in option.aliases]
     shown += _unless_named(option)
@@ -78,7 +89,11 @@ def _explain(option: Option, aliases: Iterable[str]) -> str:
 
 
 def _unless_named(option: Option) -> str:
-    return "" if option.default_unless_named is None else f"; `{option.default_unless_named}` unless it is named"
+    return (
+        ""
+        if option.default_unless_named is None
+        else f"; `{option.default_unless_named}` unless it is named"
+    )
 
 
 def make_fields_table(described: type) -> str:
@@ -88,7 +103,11 @@ def make_fields_table(described: type) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(described)}
     lines = [("Field", "Default", "Meaning"), ("---",) * 3]
     for name, text in found:
-        default = "**must be given**" if defaults[name] is dataclasses.MISSING else f"`{defaults[name]!r}`"
+        default = (
+            "**must be given**"
+            if defaults[name] is dataclasses.MISSING
+            else f"`{defaults[name]!r}`"
+        )
         meaning = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(text.split())).replace("``", "`")
         lines.append((f"`{name}`", default, meaning))
     return _table(lines)
@@ -99,7 +118,11 @@ def make_versions_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [("torch", "Python", "Passed", "Failed", "Skipped", "Date"), ("---",) * 6]
     for row in rows:
         failed = "; ".join(f"`{name.rpartition('.')[2]}`" for name in row["failed"]) or "none"
-        counts = ("", row["problem"], "") if row["problem"] else (str(row["passed"]), failed, str(row["skipped"]))
+        counts = (
+            ("", row["problem"], "")
+            if row["problem"]
+            else (str(row["passed"]), failed, str(row["skipped"]))
+        )
         lines.append((row["torch"], row["python"], *counts, row["date"]))
     return _table(lines)
 
@@ -113,12 +136,18 @@ def _generate(name: str, folder: Path) -> str:
     if name == "variables":
         return make_variables_table()
     if name.startswith("options:"):
-        return make_options_table(next(one for one in _shipped() if one.name == name.partition(":")[2]))
+        return make_options_table(
+            next(one for one in _shipped() if one.name == name.partition(":")[2])
+        )
     if name.startswith("fields:"):
         return make_fields_table({"Feature": Feature, "Option": Option}[name.partition(":")[2]])
     if name == "versions":
         record = folder / "versions.json"
-        return make_versions_table(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else ""
+        return (
+            make_versions_table(json.loads(record.read_text(encoding="utf-8")))
+            if record.exists()
+            else ""
+        )
     path = folder / name
     return f"```{path.suffix.lstrip('.').replace('py', 'python')}\n{path.read_text(encoding='utf-8')}```\n"
 
@@ -126,7 +155,9 @@ def _generate(name: str, folder: Path) -> str:
 def main(paths: Iterable[str]) -> None:
     """Rewrite the generated parts of pages in place."""
     for path in map(Path, paths):
-        path.write_text(refresh_page(path.read_text(encoding="utf-8"), path.parent), encoding="utf-8")
+        path.write_text(
+            refresh_page(path.read_text(encoding="utf-8"), path.parent), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -18,11 +18,18 @@ from tests.support.pool import Pool
 
 def main() -> int:
     """Run random combinations, and print failures and what each habit took part in."""
-    parser = argparse.ArgumentParser(description="Run random combinations of habits stock and patched.")
+    parser = argparse.ArgumentParser(
+        description="Run random combinations of habits stock and patched."
+    )
     parser.add_argument("--seconds", type=float, default=60, help="for how long")
     parser.add_argument("--seed", type=int, default=1, help="of the first combination")
     parser.add_argument("--ranks", type=int, default=2, help="on how many ranks")
-    parser.add_argument("--only", default="", metavar="WORD", help="a habit whose name holds it is in each combination")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORD",
+        help="a habit whose name holds it is in each combination",
+    )
     options = parser.parse_args()
     pool = Pool()
     try:

@@ -41,10 +41,17 @@ def fuzz(pool: Pool, seed: int) -> tuple[str, str]:
 def main() -> int:
     """Run pipelines, print failures and how many there were of each class."""
     parser = argparse.ArgumentParser(description="Run random pipelines stock and patched.")
-    parser.add_argument("--seconds", type=float, default=60, help="for how long; one pipeline at least")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="for how long; one pipeline at least"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the first pipeline")
     given = parser.parse_args()
-    pool, end, seed, tally = Pool(), time.monotonic() + given.seconds, given.seed, Counter[tuple[str, str]]()
+    pool, end, seed, tally = (
+        Pool(),
+        time.monotonic() + given.seconds,
+        given.seed,
+        Counter[tuple[str, str]](),
+    )
     try:
         while seed == given.seed or time.monotonic() < end:
             became, text = fuzz(pool, seed)

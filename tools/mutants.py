@@ -61,7 +61,9 @@ def list_mutants(file: str, source: bytes, tests: Sequence[str] = ()) -> list[Mu
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         old = source[begin:end].decode()
-        mutant = Mutant(file, node.lineno, kind, old, replace or f"not ({old})", begin, tuple(tests))
+        mutant = Mutant(
+            file, node.lineno, kind, old, replace or f"not ({old})", begin, tuple(tests)
+        )
         if mutant.new != old and _can_compile(mutant.change(source)):
             found.append(mutant)
     return sorted(found, key=lambda mutant: (mutant.begin, mutant.kind))
@@ -94,7 +96,11 @@ def _list_sites(tree: ast.Module) -> Iterator[tuple[ast.expr, str, str]]:
 def _swap_arguments(call: ast.Call) -> str:
     """Return the call with its first two arguments in the other order; "" if that changes nothing."""
     first, second, *_ = call.args
-    if isinstance(first, ast.Starred) or isinstance(second, ast.Starred) or ast.dump(first) == ast.dump(second):
+    if (
+        isinstance(first, ast.Starred)
+        or isinstance(second, ast.Starred)
+        or ast.dump(first) == ast.dump(second)
+    ):
         return ""
     return ast.unparse(ast.Call(call.func, [second, first, *call.args[2:]], call.keywords))
 
@@ -110,7 +116,9 @@ def _walk_code(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _walk_code(child)
 
 
-def draw_mutants(root: Path, room: str, count: int, seed: int, tests: Sequence[str]) -> list[Mutant]:
+def draw_mutants(
+    root: Path, room: str, count: int, seed: int, tests: Sequence[str]
+) -> list[Mutant]:
     """Draw mutants of the Python files at or below a path; equal sources and seeds give equal mutants.
 
     Raises:
@@ -122,5 +130,7 @@ def draw_mutants(root: Path, room: str, count: int, seed: int, tests: Sequence[s
     for file in files:
         found += list_mutants(file.relative_to(root).as_posix(), file.read_bytes(), tests)
     if not found:
-        raise ValueError(f"{room} has no code that a mutant changes. Name a folder or file of the sources.")
+        raise ValueError(
+            f"{room} has no code that a mutant changes. Name a folder or file of the sources."
+        )
     return random.Random(seed).sample(found, min(count, len(found)))

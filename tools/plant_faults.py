@@ -67,7 +67,9 @@ def find_catchers(fault: Fault, root: Path) -> list[str]:
     failed = sorted(set(_FAILED.findall(output)))
     if code == 0 or (code == _HAS_FAILED and failed):
         return failed
-    raise RuntimeError(f"fault '{fault.name}': pytest exited with {code}. Correct its tests:\n{output[-2000:]}")
+    raise RuntimeError(
+        f"fault '{fault.name}': pytest exited with {code}. Correct its tests:\n{output[-2000:]}"
+    )
 
 
 def is_killed(mutant: Mutant, root: Path) -> bool:
@@ -88,11 +90,20 @@ def _run_planted(change: Fault | Mutant, root: Path, *arguments: str) -> tuple[i
 def _run_tests(tests: Sequence[str], root: Path, arguments: Sequence[str]) -> tuple[int, str]:
     """Return pytest's exit code and output; a run that exceeds its time has failed, as ranks wait forever."""
     paths = [str(root), str(root / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *tests]
     try:
         done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return _HAS_FAILED, f"FAILED {TIME_LIMIT}::{_TIMEOUT_S:.0f} s"
@@ -115,16 +126,24 @@ def copy_repository(target: Path) -> None:
 
 def read_record(path: Path = RECORD) -> dict[str, list[str]]:
     """Return the recorded catchers by the name of the fault."""
-    record: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    record: dict[str, list[str]] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    )
     return record
 
 
 def update_record(name: str, catchers: Sequence[str], path: Path = RECORD) -> None:
     """Record the catchers of a fault; faults that no longer exist are dropped."""
     known = {fault.name for fault in FAULTS} | {name}
-    record = {fault: tests for fault, tests in (read_record(path) | {name: list(catchers)}).items() if fault in known}
+    record = {
+        fault: tests
+        for fault, tests in (read_record(path) | {name: list(catchers)}).items()
+        if fault in known
+    }
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def exists(catcher: str, root: Path = ROOT) -> bool:
@@ -134,10 +153,15 @@ def exists(catcher: str, root: Path = ROOT) -> bool:
     if file == TIME_LIMIT:
         return True
     path = root / file
-    return path.exists() and re.search(rf"\bdef {function}\(", path.read_text(encoding="utf-8")) is not None
+    return (
+        path.exists()
+        and re.search(rf"\bdef {function}\(", path.read_text(encoding="utf-8")) is not None
+    )
 
 
-def list_uncaught(record: Mapping[str, Sequence[str]], without: Collection[str] = (), root: Path = ROOT) -> list[str]:
+def list_uncaught(
+    record: Mapping[str, Sequence[str]], without: Collection[str] = (), root: Path = ROOT
+) -> list[str]:
     """Return the recorded faults without a catcher, if some files or folders of tests did not exist."""
 
     def is_left(catcher: str) -> bool:
@@ -161,7 +185,10 @@ def show_uncaught(without: Sequence[str]) -> int:
         print(f"{name}: no catcher left of {len(record[name])}")
     for name in unrecorded:
         print(f"{name}: not recorded")
-    print(f"{len(uncaught)} of {len(record)} recorded faults would not be caught, {len(unrecorded)} are not recorded")
+    print(
+        f"{len(uncaught)} of {len(record)} recorded faults would not be caught, {len(unrecorded)} "
+        "are not recorded"
+    )
     return int(bool(uncaught))
 
 
@@ -179,7 +206,9 @@ def plant_faults(chosen: Sequence[Fault]) -> int:
                 return 2
             update_record(fault.name, catchers)
             missed += not catchers
-            verdict = f"caught by {len(catchers)}, first {catchers[0]}" if catchers else "NOT CAUGHT"
+            verdict = (
+                f"caught by {len(catchers)}, first {catchers[0]}" if catchers else "NOT CAUGHT"
+            )
             print(f"{time.monotonic() - begin:4.0f} s  {fault.name}: {verdict}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} caught")
     return int(bool(missed))
@@ -192,7 +221,10 @@ def plant_mutants(mutants: Sequence[Mutant]) -> int:
         copy_repository(Path(folder))
         code, output = _run_tests(mutants[0].tests, Path(folder), ["-x"])
         if code:
-            raise SystemExit(f"the tests fail without a mutant. Correct --tests, or the sources:\n{output[-2000:]}")
+            raise SystemExit(
+                "the tests fail without a mutant. Correct --tests, or the "
+                f"sources:\n{output[-2000:]}"
+            )
         for number, mutant in enumerate(mutants, 1):
             outcomes[mutant] = is_killed(mutant, Path(folder))
             print(f"{number} of {len(mutants)}: {mutant.name}", file=sys.stderr, flush=True)
@@ -204,20 +236,32 @@ def plant_mutants(mutants: Sequence[Mutant]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the command line chooses, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Plant faults and record the tests that catch each of them.")
+    parser = argparse.ArgumentParser(
+        description="Plant faults and record the tests that catch each of them."
+    )
     parser.add_argument("words", nargs="*", help="only faults whose names contain one of these")
-    parser.add_argument("--without", nargs="+", metavar="FILE", help="list faults that only these tests catch")
-    parser.add_argument("--random", type=int, metavar="N", help="plant N random mutants instead of the faults")
+    parser.add_argument(
+        "--without", nargs="+", metavar="FILE", help="list faults that only these tests catch"
+    )
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="plant N random mutants instead of the faults"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the mutants (0)")
     parser.add_argument("--room", metavar="PATH", help="folder or file that gets the mutants")
-    parser.add_argument("--tests", nargs="+", metavar="TEST", help="arguments for pytest that should kill them")
+    parser.add_argument(
+        "--tests", nargs="+", metavar="TEST", help="arguments for pytest that should kill them"
+    )
     options = parser.parse_args(arguments)
     if options.without:
         return show_uncaught(options.without)
     if options.random:
         if not options.room or not options.tests:
-            parser.error("--random needs --room and --tests. Name a folder of the sources, and its tests.")
-        return plant_mutants(draw_mutants(ROOT, options.room, options.random, options.seed, options.tests))
+            parser.error(
+                "--random needs --room and --tests. Name a folder of the sources, and its tests."
+            )
+        return plant_mutants(
+            draw_mutants(ROOT, options.room, options.random, options.seed, options.tests)
+        )
     return plant_faults(choose(options.words))
 
 

@@ -101,7 +101,9 @@ class Phrase:
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
         """Yield the matches that overlap no exception."""
-        allowed = [match.span() for match in self.exceptions.finditer(text)] if self.exceptions else []
+        allowed = (
+            [match.span() for match in self.exceptions.finditer(text)] if self.exceptions else []
+        )
         for match in self.pattern.finditer(text):
             if not any(begin < match.end() and match.start() < end for begin, end in allowed):
                 yield match
@@ -139,9 +141,15 @@ def read_words(text: str) -> WordList:
             continue
         rejected, arrow, word = content.partition(" -> ")
         if not arrow or not section:
-            raise ValueError(f"words, line {number}: {line!r} is no rule. Write 'phrase, phrase -> word'.")
+            raise ValueError(
+                f"words, line {number}: {line!r} is no rule. Write 'phrase, phrase -> word'."
+            )
         phrases, _, exceptions = rejected.partition(" unless ")
-        found = _compile(phrases, section), _compile(exceptions, section) if exceptions else None, word.strip()
+        found = (
+            _compile(phrases, section),
+            _compile(exceptions, section) if exceptions else None,
+            word.strip(),
+        )
         sections[section].append(Phrase(*found))
     patterns = [phrase.pattern.pattern for phrase in sections["phrases"]]
     some_phrase = re.compile("|".join(patterns) or r"(?!)", re.IGNORECASE)
@@ -162,7 +170,9 @@ def _compile(phrases: str, section: str) -> re.Pattern[str]:
 def _compile_word(word: str) -> str:
     if word == "...":
         return rf"[\w'-]+(?:\s+[\w'-]+){{0,{MAX_GAP_WORDS - 1}}}?"
-    return "(?:" + "|".join(re.escape(part).replace(r"\*", r"\w*") for part in word.split("/")) + ")"
+    return (
+        "(?:" + "|".join(re.escape(part).replace(r"\*", r"\w*") for part in word.split("/")) + ")"
+    )
 
 
 # --- passages ---
@@ -259,25 +269,41 @@ def _check_passage(path: str, passage: Passage, words: WordList) -> Iterator[Fin
     for phrase in words.phrases if words.some_phrase.search(text) else ():
         for match in phrase.find(text):
             line = passage.line + text.count("\n", 0, match.start())
-            yield Finding(path, line, "word", f"'{' '.join(match[0].split())}': write {phrase.word}")
+            yield Finding(
+                path, line, "word", f"'{' '.join(match[0].split())}': write {phrase.word}"
+            )
     if passage.kind in ("comment", "trailing") and not _DIRECTIVE.match(passage.text):
         yield from _check_comment(path, passage)
     if passage.kind == "docstring" and (opening := _OPENING.match(text)):
-        yield Finding(path, passage.line, "opening", f"'{opening[1]}': write a noun phrase or an imperative")
+        yield Finding(
+            path, passage.line, "opening", f"'{opening[1]}': write a noun phrase or an imperative"
+        )
     if passage.kind in ("docstring", "page"):
         for offset, sentence in split_sentences(text):
             count = len(re.findall(r"[\w§][\w§'\u2019./-]*", sentence))
             if count > MAX_SENTENCE_WORDS:
-                yield Finding(path, passage.line + offset, "long", f"a sentence of {count} words: split it")
+                yield Finding(
+                    path, passage.line + offset, "long", f"a sentence of {count} words: split it"
+                )
 
 
 def _check_comment(path: str, passage: Passage) -> Iterator[Finding]:
     text = passage.text
     fragment = _FRAGMENT.match(text)
     if fragment and not text.endswith("?"):
-        yield Finding(path, passage.line, "fragment", f"begins with '{fragment[0]}': write a sentence with a subject")
+        yield Finding(
+            path,
+            passage.line,
+            "fragment",
+            f"begins with '{fragment[0]}': write a sentence with a subject",
+        )
     elif passage.kind == "trailing" and len(text) > MAX_TRAILING_CHARS and text[0].islower():
-        yield Finding(path, passage.line, "trailing", f"{len(text)} characters: write a sentence above the code")
+        yield Finding(
+            path,
+            passage.line,
+            "trailing",
+            f"{len(text)} characters: write a sentence above the code",
+        )
 
 
 def _check_names(path: str, nodes: Sequence[ast.AST], words: WordList) -> Iterator[Finding]:
@@ -309,7 +335,9 @@ def _list_defined_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
 
 def read_ceilings(text: str) -> dict[str, int]:
     """Return the number of findings that each room may have."""
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")
+    ]
     return {room: int(count) for room, count in lines}
 
 
@@ -325,22 +353,42 @@ def lower_ceilings(text: str, counts: Mapping[str, int]) -> str:
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith("#"):
             room, ceiling = line.split()
-            lines[number] = line[: line.rindex(ceiling)] + f"{min(int(ceiling), counts.get(room, 0))}\n"
+            lines[number] = (
+                line[: line.rindex(ceiling)] + f"{min(int(ceiling), counts.get(room, 0))}\n"
+            )
     return "".join(lines)
 
 
 def list_files(root: Path, paths: Sequence[str]) -> list[str]:
     """Return the Python and Markdown files at or below some paths that git tracks, or may track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *(paths or ["."])]
+    command = [
+        "git",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "-z",
+        "--",
+        *(paths or ["."]),
+    ]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         names = done.stdout.split("\0")
     else:
         # The source distribution is no checkout.
-        found = [[path] if path.is_file() else path.rglob("*") for path in map(root.joinpath, paths or ["."])]
+        found = [
+            [path] if path.is_file() else path.rglob("*")
+            for path in map(root.joinpath, paths or ["."])
+        ]
         names = [file.relative_to(root).as_posix() for files in found for file in files]
-        names = [name for name in names if not any(part[0] == "." or part == "build" for part in name.split("/"))]
-    return sorted({name for name in names if name.endswith((".py", ".md")) and (root / name).is_file()})
+        names = [
+            name
+            for name in names
+            if not any(part[0] == "." or part == "build" for part in name.split("/"))
+        ]
+    return sorted(
+        {name for name in names if name.endswith((".py", ".md")) and (root / name).is_file()}
+    )
 
 
 def list_changed_lines(root: Path, revision: str) -> dict[str, set[int]]:
@@ -378,10 +426,22 @@ def count_by_room(findings: Sequence[Finding], ceilings: Mapping[str, int]) -> d
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check that the command line chooses, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Find prose that the style rejects; hold each room to its ceiling.")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="list the findings of these, relative to the root")
-    parser.add_argument("--changed", nargs="?", const="HEAD", metavar="REVISION", help="only lines new since it (HEAD)")
-    parser.add_argument("--lower", action="store_true", help="lower the ceilings of rooms that have improved")
+    parser = argparse.ArgumentParser(
+        description="Find prose that the style rejects; hold each room to its ceiling."
+    )
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="list the findings of these, relative to the root"
+    )
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="REVISION",
+        help="only lines new since it (HEAD)",
+    )
+    parser.add_argument(
+        "--lower", action="store_true", help="lower the ceilings of rooms that have improved"
+    )
     parser.add_argument("--rooms", action="store_true", help="print the rate of each room")
     options = parser.parse_args(arguments)
 
@@ -396,7 +456,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             findings += check_source(path, source, words)
 
     if options.paths or changed is not None:
-        shown = [found for found in findings if changed is None or found.line in changed[found.path]]
+        shown = [
+            found for found in findings if changed is None or found.line in changed[found.path]
+        ]
         for finding in shown:
             print(f"{finding.path}:{finding.line}: {finding.rule}: {finding.advice}")
         return int(bool(shown))

@@ -74,7 +74,9 @@ def make_pipeline(seed: int) -> RandomPipeline:
         microbatches=microbatches,
         chunks=chunks,
         steps=1,
-        part=functools.partial(_make_part, seed, kind, draw.choice([0.0, 0.3]), draw.choice([None, False])),
+        part=functools.partial(
+            _make_part, seed, kind, draw.choice([0.0, 0.3]), draw.choice([None, False])
+        ),
         options=draw.choice([{}, {}, {"scale_grads": False}]),
         vee=name in _VEES,
         pieces=draw.choice([1, 1, 2]),
@@ -87,12 +89,18 @@ def make_pipeline(seed: int) -> RandomPipeline:
         "overlap_p2p_comm": draw.choice([True, True, False]),
         "memory_limit": draw.choice(["auto", "1x", "1.5x", "3x"]),
     }
-    possible = ("evaluates", "freezes", "clips", "changes mode", "loads") if not case.vee else ("clips", "loads")
+    possible = (
+        ("evaluates", "freezes", "clips", "changes mode", "loads")
+        if not case.vee
+        else ("clips", "loads")
+    )
     habits = frozenset(habit for habit in possible if draw.random() < 0.25)
     return RandomPipeline(seed, world, case, kind, options, draw.choice([2, 3, 6]), habits)
 
 
-def _make_part(seed: int, kind: str, dropout: float, reentrant: bool | None, index: int) -> nn.Module:
+def _make_part(
+    seed: int, kind: str, dropout: float, reentrant: bool | None, index: int
+) -> nn.Module:
     draw = random.Random(f"{seed} {index}")
 
     def make_one() -> nn.Module:
@@ -111,10 +119,17 @@ def _train(pipeline: RandomPipeline) -> list[Any]:
     """Return the records of the loop on this rank."""
     case, habits = pipeline.case, pipeline.habits
     schedule, parts = make_schedule(case)
-    params = [(f"{i}.{name}", param) for i, part in enumerate(parts) for name, param in part.named_parameters()]
+    params = [
+        (f"{i}.{name}", param)
+        for i, part in enumerate(parts)
+        for name, param in part.named_parameters()
+    ]
     optimizer = torch.optim.AdamW([param for _, param in params if param.requires_grad], lr=1e-2)
     stages, found = list_stages(schedule), []
-    is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    is_first, is_last = (
+        any(stage.is_first for stage in stages),
+        any(stage.is_last for stage in stages),
+    )
     rows = torch.ones(case.microbatches * ROWS, 2, WIDTH, dtype=case.dtype)
     may_freeze = [param for _, param in params[::3] if param.requires_grad]
     for number in range(pipeline.rounds):
@@ -132,7 +147,9 @@ def _train(pipeline: RandomPipeline) -> list[Any]:
             found.append(nn.utils.clip_grad_norm_([param for _, param in params], 0.1).clone())
         if "loads" in habits:
             for part in parts:
-                part.load_state_dict({name: value.clone() for name, value in part.state_dict().items()})
+                part.load_state_dict(
+                    {name: value.clone() for name, value in part.state_dict().items()}
+                )
     return found
 
 

@@ -98,7 +98,9 @@ def blocks() -> Iterator[tuple[str, list[str]]]:
 
 def console_blocks(page: Path) -> Iterator[list[str]]:
     """Yield the commands of each console block of a page."""
-    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+    for block in re.findall(
+        r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
         lines = re.sub(r"\\\n\s*>?", " ", block).splitlines()
         yield [line[2:] for line in lines if line.startswith("$ ")]
 
@@ -144,7 +146,9 @@ def run(command: str, folder: Path) -> tuple[str, str]:
 
 def main() -> int:
     """Run the commands; return 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", nargs="*", help="ends of the pages' paths; all by default")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
@@ -161,7 +165,9 @@ def main() -> int:
                     begin = time.monotonic()
                     done[command], output = run(command, Path(name))
                     print(
-                        f"{page}: {command}\n    {done[command] or 'ok'}, {time.monotonic() - begin:.0f} s", flush=True
+                        f"{page}: {command}\n    {done[command] or 'ok'}, "
+                        f"{time.monotonic() - begin:.0f} s",
+                        flush=True,
                     )
                     if done[command]:
                         print(output)

@@ -49,7 +49,11 @@ def _take_docstrings(tree: ast.Module) -> list[str]:
     """Return the docstrings of a tree and empty them there."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             found.append(node.value.value)
             node.value.value = ""
     return found
@@ -58,13 +62,19 @@ def _take_docstrings(tree: ast.Module) -> list[str]:
 def list_changed_files(revision: str, root: Path = ROOT) -> list[str]:
     """Return the Python files that a revision has and the working tree has changed."""
     command = ["git", "diff", "--name-only", "--diff-filter=M", "-z", revision, "--", "*.py"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    return subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the files and return the exit code."""
-    parser = argparse.ArgumentParser(description="Check that a change of layout has changed no code.")
-    parser.add_argument("revision", nargs="?", default="HEAD", help="what the working tree is compared with (HEAD)")
+    parser = argparse.ArgumentParser(
+        description="Check that a change of layout has changed no code."
+    )
+    parser.add_argument(
+        "revision", nargs="?", default="HEAD", help="what the working tree is compared with (HEAD)"
+    )
     revision = parser.parse_args(arguments).revision
     files = list_changed_files(revision)
     differences = 0
@@ -75,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if difference:
             print(f"{file}: {difference}", file=sys.stderr)
             differences += 1
-    print(f"{len(files) - differences} of {len(files)} changed files are the same programs as in {revision}")
+    print(
+        f"{len(files) - differences} of {len(files)} changed files are the same programs as in "
+        f"{revision}"
+    )
     return int(bool(differences))
 
 

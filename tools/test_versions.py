@@ -77,7 +77,9 @@ def list_torches() -> list[str]:
     if line is None:
         raise SystemExit(f"pip names no versions of torch: {text!r}. Name them: --torch 2.13.0 ...")
     found = {Version(part.strip()) for part in line[1].split(",")}
-    return [str(version) for version in sorted(found) if version >= OLDEST_TORCH and not version.local]
+    return [
+        str(version) for version in sorted(found) if version >= OLDEST_TORCH and not version.local
+    ]
 
 
 def list_pythons() -> dict[str, str]:
@@ -87,7 +89,10 @@ def list_pythons() -> dict[str, str]:
         name = f"python3.{minor}"
         pyenv = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))
         path = shutil.which(name)
-        works = path is not None and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
+        works = (
+            path is not None
+            and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
+        )
         if works or pyenv:
             found[f"3.{minor}"] = str(path) if works else str(pyenv[-1])
     return found
@@ -97,24 +102,52 @@ def plan_runs(torches: Sequence[str], pythons: Sequence[str], here: str) -> list
     """Return pairs of torch and Python: each torch on this Python, the newest torch on each other Python."""
     own = here if here in pythons else pythons[0]
     newest = max(torches, key=Version)
-    return [(torch, own) for torch in torches] + [(newest, python) for python in pythons if python != own]
+    return [(torch, own) for torch in torches] + [
+        (newest, python) for python in pythons if python != own
+    ]
 
 
-def run_tests(torch: str, python: str, interpreter: str, folder: Path, arguments: Sequence[str]) -> Row:
+def run_tests(
+    torch: str, python: str, interpreter: str, folder: Path, arguments: Sequence[str]
+) -> Row:
     """Set an environment up and run the tests in it."""
     environment = folder / f"torch-{torch}-python-{python}"
-    settings = {"PYTHON": interpreter, "VENV": str(environment), "TORCH": f"torch=={torch}", "EXTRAS": "test"}
+    settings = {
+        "PYTHON": interpreter,
+        "VENV": str(environment),
+        "TORCH": f"torch=={torch}",
+        "EXTRAS": "test",
+    }
     today = date.today().isoformat()
     is_there = (environment / ".ready").exists()
-    if not is_there and subprocess.run(["bash", "tools/bootstrap.sh"], cwd=ROOT, env=os.environ | settings).returncode:
+    if (
+        not is_there
+        and subprocess.run(
+            ["bash", "tools/bootstrap.sh"], cwd=ROOT, env=os.environ | settings
+        ).returncode
+    ):
         return Row(torch, python, today, problem="pip could not install it")
     own = str(environment / "bin" / "python")
     name = subprocess.run(
-        [own, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
+        [own, "-c", "import torch; print(torch.__version__)"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+        command = [
+            own,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+            "-p",
+            "no:cacheprovider",
+        ]
         subprocess.run([*command, f"--junitxml={report}", *(arguments or CORE)], cwd=ROOT)
         if not report.exists():
             return Row(name, python, today, problem="pytest ended without a report")
@@ -124,7 +157,11 @@ def run_tests(torch: str, python: str, interpreter: str, folder: Path, arguments
 def read_report(report: Path, torch: str, python: str, today: str) -> Row:
     """Return the row of a report that pytest wrote."""
     cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [f"{case.get('classname')}.{case.get('name')}" for case in cases if _has_tag(case, "failure", "error")]
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in cases
+        if _has_tag(case, "failure", "error")
+    ]
     skipped = sum(_has_tag(case, "skipped") for case in cases)
     passed = len(cases) - skipped - len(failed)
     return Row(torch, python, today, passed, skipped, tuple(sorted(set(failed))))
@@ -151,13 +188,27 @@ def main() -> int:
     """Run the chosen versions; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--torch", nargs="+", default=[], help="versions of torch (default: all published from 2.11 on)"
+        "--torch",
+        nargs="+",
+        default=[],
+        help="versions of torch (default: all published from 2.11 on)",
     )
-    parser.add_argument("--python", nargs="+", default=[], help="versions of Python, such as 3.12 (default: all here)")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where environments are made")
-    parser.add_argument("--keep", action="store_true", help="keep the environments, and use those that are there")
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        help="versions of Python, such as 3.12 (default: all here)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".versions", help="where environments are made"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the environments, and use those that are there"
+    )
     parser.add_argument("--list", action="store_true", help="only print what would run")
-    parser.add_argument("tests", nargs="*", help="what to run instead of the core; such a run is not recorded")
+    parser.add_argument(
+        "tests", nargs="*", help="what to run instead of the core; such a run is not recorded"
+    )
     options = parser.parse_args()
 
     interpreters = list_pythons()
@@ -177,8 +228,15 @@ def main() -> int:
         if not options.keep:
             shutil.rmtree(options.folder / f"torch-{torch}-python-{python}", ignore_errors=True)
         bad += bool(row.failed or row.problem)
-        outcome = row.problem or f"{row.passed} passed, {len(row.failed)} failed, {row.skipped} skipped"
-        print(f"== torch {row.torch}, Python {row.python}: {outcome}", *row.failed, sep="\n   ", flush=True)
+        outcome = (
+            row.problem or f"{row.passed} passed, {len(row.failed)} failed, {row.skipped} skipped"
+        )
+        print(
+            f"== torch {row.torch}, Python {row.python}: {outcome}",
+            *row.failed,
+            sep="\n   ",
+            flush=True,
+        )
     return 1 if bad else 0
 
 

@@ -38,7 +38,15 @@ FOLDERS: Final = ("ovpatch", "plugins/ovpatch_plugins")
 PACKAGES: Final = {"torch": "torch", "megatron": "megatron-core", "transformers": "transformers"}
 
 # Attributes of objects of Python's own library.
-_PYTHON_NAMES: Final = {"_actions", "_asdict", "_fields", "_initializing", "_option_string_actions", "_path", "_value_"}
+_PYTHON_NAMES: Final = {
+    "_actions",
+    "_asdict",
+    "_fields",
+    "_initializing",
+    "_option_string_actions",
+    "_path",
+    "_value_",
+}
 _PRIVATE: Final = re.compile(r"_[A-Za-z]\w*\Z|_\d+\Z")
 _LEDGER_PART: Final = re.compile(r"(<!-- ledger -->\n).*?(<!-- /ledger -->)", re.DOTALL)
 
@@ -97,7 +105,10 @@ def read_ledger(text: str) -> list[LedgerRow]:
 def list_sources(root: Path) -> dict[str, ast.Module]:
     """Return the syntax trees of the package and its plugins by path."""
     paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    return {path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in paths
+    }
 
 
 def find_uses(sources: Mapping[str, ast.Module]) -> dict[str, set[str]]:
@@ -121,7 +132,9 @@ def _list_own_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, (ast.Module, ast.ClassDef)):
             for assigned in node.body:
                 if isinstance(assigned, (ast.Assign, ast.AnnAssign)):
-                    targets = assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
+                    targets = (
+                        assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
+                    )
                     yield from (target.id for target in targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
@@ -139,9 +152,19 @@ def _list_symbols(tree: ast.Module, own: set[str]) -> Iterator[str]:
             if origin is not None:
                 yield from filter(None, [shorten_symbol(".".join([origin, *attributes]))])
                 continue
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
-            attributes = [str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)]
-        yield from (f".{name}" for name in attributes if _PRIVATE.match(name) and name not in own | _PYTHON_NAMES)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+        ):
+            attributes = [
+                str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)
+            ]
+        yield from (
+            f".{name}"
+            for name in attributes
+            if _PRIVATE.match(name) and name not in own | _PYTHON_NAMES
+        )
 
 
 def _list_imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -225,7 +248,9 @@ def find_targets() -> dict[str, set[str]]:
         variants = [defaults]
         for option in feature.options:
             values = (True, False) if isinstance(option.default, bool) else option.choices
-            variants += [defaults | {option.name: value} for value in values if value != option.default]
+            variants += [
+                defaults | {option.name: value} for value in values if value != option.default
+            ]
         for options in variants:
             recorder = _Recorder()
             plugins.call_hook(feature.name, "ovpatch_register", patches=recorder, options=options)
@@ -243,7 +268,11 @@ def list_static_targets(tree: ast.Module) -> Iterator[str]:
         and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] == "register_patch":
+        if (
+            isinstance(node, ast.Call)
+            and node.args
+            and ast.unparse(node.func).split(".")[-1] == "register_patch"
+        ):
             target = _spell(node.args[0], constants)
             if target.partition(".")[0] in PACKAGES:
                 yield target
@@ -311,7 +340,9 @@ def make_section(rows: Sequence[LedgerRow]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the uses, or write the page."""
-    parser = argparse.ArgumentParser(description="Print the uses of names that other packages do not promise.")
+    parser = argparse.ArgumentParser(
+        description="Print the uses of names that other packages do not promise."
+    )
     parser.add_argument("--write", action="store_true", help="renew the table of docs/upstream.md")
     if parser.parse_args(arguments).write:
         rows = read_ledger(LEDGER_FILE.read_text(encoding="utf-8"))

@@ -25,7 +25,9 @@ class Tokens(Dataset):
     """Random sequences."""
 
     def __init__(self, count: int, length: int, vocabulary: int):
-        self.tokens = torch.randint(vocabulary, (count, length + 1), generator=torch.Generator().manual_seed(0))
+        self.tokens = torch.randint(
+            vocabulary, (count, length + 1), generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,7 +89,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=CONFIGS, default="124m")
     parser.add_argument("--batch", type=int, default=12, help="sequences on a rank")
     add_options(parser)

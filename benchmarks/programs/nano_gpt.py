@@ -14,7 +14,9 @@ from step_times import StepTimes, add_options
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--size", choices=CONFIGS, default="124m")
 parser.add_argument("--batch", type=int, default=12, help="sequences of a microbatch on a rank")
 parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
@@ -39,17 +41,26 @@ data = torch.randint(config.vocab_size, (1 << 20,), dtype=torch.int32)
 def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Return random sequences and the tokens after them."""
     starts = torch.randint(len(data) - config.block_size - 1, (args.batch,)).tolist()
-    x, y = (torch.stack([data[i + k : i + k + config.block_size].long() for i in starts]) for k in (0, 1))
+    x, y = (
+        torch.stack([data[i + k : i + k + config.block_size].long() for i in starts])
+        for k in (0, 1)
+    )
     if cuda:
-        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(
+            device, non_blocking=True
+        )
     return x, y
 
 
 model = GPT(config).to(device)
-optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=6e-4, betas=(0.9, 0.95), fused=cuda or args.best)
+optimizer = torch.optim.AdamW(
+    model.param_groups(0.1), lr=6e-4, betas=(0.9, 0.95), fused=cuda or args.best
+)
 if args.compile:
     model = torch.compile(model, backend=args.compile)
-fastest = {"gradient_as_bucket_view": True, "static_graph": args.accumulate == 1} if args.best else {}
+fastest = (
+    {"gradient_as_bucket_view": True, "static_graph": args.accumulate == 1} if args.best else {}
+)
 model = DDP(model, device_ids=[local_rank] if cuda else None, **fastest)
 
 x, y = get_batch()

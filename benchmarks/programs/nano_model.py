@@ -40,7 +40,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend to the positions before each position."""
         batch, length, width = x.shape
-        heads = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(width, 2))
+        heads = (
+            part.view(batch, length, self.n_head, -1).transpose(1, 2)
+            for part in self.c_attn(x).split(width, 2)
+        )
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
 
@@ -77,7 +80,9 @@ class GPT(nn.Module):
             if parameter.dim() >= 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits and the mean cross entropy."""
         x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
         for block in self.h:
@@ -89,4 +94,7 @@ class GPT(nn.Module):
         """Return groups of parameters, of which only matrices decay."""
         decay = [p for p in self.parameters() if p.dim() >= 2]
         no_decay = [p for p in self.parameters() if p.dim() < 2]
-        return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+        return [
+            {"params": decay, "weight_decay": weight_decay},
+            {"params": no_decay, "weight_decay": 0.0},
+        ]

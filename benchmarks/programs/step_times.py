@@ -38,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--turns", type=Path, help="wait for turns in this folder")
-    parser.add_argument("--best", action="store_true", help="with the settings of stock PyTorch that are fastest")
+    parser.add_argument(
+        "--best", action="store_true", help="with the settings of stock PyTorch that are fastest"
+    )
 
 
 class StepTimes:
@@ -64,7 +66,9 @@ class StepTimes:
         self._marks: list[Any] = []
         self._cpu_start_s = 0.0
         cuda = torch.cuda.is_available()
-        self._print("started", pid=os.getpid(), torch=torch.__version__, device="cuda" if cuda else "cpu")
+        self._print(
+            "started", pid=os.getpid(), torch=torch.__version__, device="cuda" if cuda else "cpu"
+        )
         self._wait_for_turn("start")
 
     def steps(self) -> Iterator[int]:
@@ -84,11 +88,22 @@ class StepTimes:
     def _end_block(self) -> None:
         _synchronize()
         if self._round < 0:
-            self._print("ready", device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+            self._print(
+                "ready", device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+            )
         else:
             cpu_ms = (_cpu_seconds() - self._cpu_start_s) / self._timed_steps * 1e3
-            times = [round(ms, 3) for ms in itertools.starmap(_elapsed_ms, itertools.pairwise(self._marks))]
-            self._print("round", round=self._round, ms=times, cpu_ms=round(cpu_ms, 3), peak_gib=round(_peak_gib(), 3))
+            times = [
+                round(ms, 3)
+                for ms in itertools.starmap(_elapsed_ms, itertools.pairwise(self._marks))
+            ]
+            self._print(
+                "round",
+                round=self._round,
+                ms=times,
+                cpu_ms=round(cpu_ms, 3),
+                peak_gib=round(_peak_gib(), 3),
+            )
         self._round += 1
         self._marks = []
         self._steps_left = next(self._blocks, 0)

@@ -11,9 +11,21 @@ import tempfile
 import torch
 from step_times import StepTimes, add_options
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-LLAMA = {"vocab_size": 128256, "intermediate_size": 8192, "num_key_value_heads": 8, "tie_word_embeddings": True}
+LLAMA = {
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
 CONFIGS = {
     "tiny": {
         "vocab_size": 256,
@@ -31,7 +43,9 @@ class Tokens(torch.utils.data.Dataset):
     """Random sequences."""
 
     def __init__(self, count: int, length: int, vocabulary: int):
-        self.tokens = torch.randint(vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
+        self.tokens = torch.randint(
+            vocabulary, (count, length), generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,7 +76,10 @@ def main(args: argparse.Namespace) -> None:
     # The Trainer sets the device and joins the process group when its arguments are made.
     more = {"torch_compile": True, "torch_compile_backend": args.compile} if args.compile else {}
     if args.fsdp2:
-        more |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+        more |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        }
     if args.best:
         more |= {"ddp_find_unused_parameters": False}
     arguments = TrainingArguments(
@@ -85,7 +102,9 @@ def main(args: argparse.Namespace) -> None:
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     data = Tokens(1024, args.length, config.vocab_size)
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock(times, args.fsdp2)])
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=data, callbacks=[Clock(times, args.fsdp2)]
+    )
     if args.best:
         # The arguments have no option for this setting of DistributedDataParallel.
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -93,13 +112,17 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=CONFIGS, default="1.2b")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch on a rank")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches of a step")
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--compile", metavar="BACKEND", default="", help="torch_compile=True with this backend")
+    parser.add_argument(
+        "--compile", metavar="BACKEND", default="", help="torch_compile=True with this backend"
+    )
     parser.add_argument("--fsdp2", action="store_true", help="FSDP2, as the Trainer turns it on")
     add_options(parser)
     main(parser.parse_args())

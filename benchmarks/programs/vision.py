@@ -40,12 +40,18 @@ def main(args: argparse.Namespace) -> None:
     model = MODELS[args.model]().to(device)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True if args.best else None
+        model.parameters(),
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=1e-4,
+        fused=True if args.best else None,
     )
     scaler = torch.amp.GradScaler(device.type) if args.amp else None
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
     fastest = {"gradient_as_bucket_view": True, "static_graph": True} if args.best else {}
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[local_rank] if cuda else None, **fastest)
+    model = nn.parallel.DistributedDataParallel(
+        model, device_ids=[local_rank] if cuda else None, **fastest
+    )
     trained = torch.compile(model, backend=args.compile) if args.compile else model
 
     torch.manual_seed(1 + dist.get_rank())
@@ -70,17 +76,23 @@ def main(args: argparse.Namespace) -> None:
         # The references' MetricLogger reads both in every step.
         last_loss, accuracy = loss.item(), (output.argmax(1) == target).float().mean().item()
         if step % 10 == 0 and dist.get_rank() == 0:
-            print(f"step {step}: loss {last_loss:.4f}, accuracy {accuracy:.2f}\n", end="", flush=True)
+            print(
+                f"step {step}: loss {last_loss:.4f}, accuracy {accuracy:.2f}\n", end="", flush=True
+            )
     scheduler.step()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--batch", type=int, default=32, help="images on a rank")
     parser.add_argument("--image", type=int, default=224, help="width and height of an image")
     parser.add_argument("--amp", action="store_true", help="autocast to float16, with a GradScaler")
-    parser.add_argument("--compile", metavar="BACKEND", default="", help="a backend of torch.compile")
+    parser.add_argument(
+        "--compile", metavar="BACKEND", default="", help="a backend of torch.compile"
+    )
     add_options(parser)
     main(parser.parse_args())

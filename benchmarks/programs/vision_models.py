@@ -61,13 +61,19 @@ class ResNet(nn.Module):
 class VisionTransformer(nn.Module):
     """A ViT with a class token."""
 
-    def __init__(self, layers: int, heads: int, width: int, image: int, patch: int, num_classes: int = 1000):
+    def __init__(
+        self, layers: int, heads: int, width: int, image: int, patch: int, num_classes: int = 1000
+    ):
         super().__init__()
         self.conv_proj = nn.Conv2d(3, width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embedding = nn.Parameter(0.02 * torch.randn(1, (image // patch) ** 2 + 1, width))
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            block, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

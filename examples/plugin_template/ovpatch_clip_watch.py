@@ -33,4 +33,6 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
-hooks = make_feature_hooks(Feature("clip_watch", "Counts calls of clip_grad_norm_."), register, counters=COUNTERS)
+hooks = make_feature_hooks(
+    Feature("clip_watch", "Counts calls of clip_grad_norm_."), register, counters=COUNTERS
+)

@@ -12,7 +12,7 @@ def ovpatch_feature():
 
 @ovpatch.hookimpl
 def ovpatch_register(patches):
-    patches.register_patch("torch.serialization.save", wrap=watch, why="torch has no hook around it")
+    patches.register_patch("torch.serialization.save", wrap=watch, why="torch has no hook")
 
 
 def watch(original):

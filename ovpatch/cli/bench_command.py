@@ -14,7 +14,14 @@ from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
-from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, FailedError, StoppedError
+from ovpatch.insight.bench.rounds import (
+    PATCHED,
+    STOCK,
+    BenchPlan,
+    BenchRuns,
+    FailedError,
+    StoppedError,
+)
 from ovpatch.insight.variants import Outcome
 from ovpatch.session import worker_reports
 from ovpatch.session.report_table import wants_colour
@@ -24,9 +31,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
     number = command_line.make_int_parser
-    add("--steps", type=number(rounds.MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
-    add("--warmup", type=number(rounds.MIN_WARMUP), default=10, metavar="M", help="steps of warm-up before them (10)")
-    add("--rounds", type=number(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
+    add(
+        "--steps",
+        type=number(rounds.MIN_STEPS),
+        default=30,
+        metavar="N",
+        help="steps to measure in each run (30)",
+    )
+    add(
+        "--warmup",
+        type=number(rounds.MIN_WARMUP),
+        default=10,
+        metavar="M",
+        help="steps of warm-up before them (10)",
+    )
+    add(
+        "--rounds",
+        type=number(1),
+        default=3,
+        metavar="R",
+        help="pairs of a stock and a patched run (3)",
+    )
     command_line.add_features(parser)
     add(
         "--leave-one-out",
@@ -39,8 +64,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also run a peer on your script, by the own switch of HF Trainer and accelerate",
     )
     figure = command_line.parse_positive
-    add("--samples-per-step", type=figure, metavar="X", help="samples of a step, over all ranks (default: found out)")
-    add("--tokens-per-step", type=figure, metavar="X", help="tokens of a step, over all ranks (default: found out)")
+    add(
+        "--samples-per-step",
+        type=figure,
+        metavar="X",
+        help="samples of a step, over all ranks (default: found out)",
+    )
+    add(
+        "--tokens-per-step",
+        type=figure,
+        metavar="X",
+        help="tokens of a step, over all ranks (default: found out)",
+    )
     add(
         "--peak-tflops",
         type=figure,
@@ -48,7 +83,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="peak TFLOP/s of one device, for MFU (default: for bf16, by the device's name)",
     )
     command_line.add_timeout(parser)
-    add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty or new")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="keep logs and raw files there; it must be empty or new",
+    )
     add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
     command_line.add_command(parser)
 
@@ -72,7 +112,8 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     except FailedError as error:
         return _explain(error, arguments.out)
     found = compute_figures(
-        runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
+        runs,
+        UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops),
     )
     if arguments.json is not None:
         worker_reports.save_json(arguments.json, _data(plan, runs, found))
@@ -90,7 +131,8 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
         "ovpatch": __version__,
         "command": list(plan.command),
         "settings": {
-            name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout", "against")
+            name: getattr(plan, name)
+            for name in ("steps", "warmup", "rounds", "features", "timeout", "against")
         },
         "verdict": analysis.format_verdict(runs, found),
         "exercised": runs.exercised,
@@ -112,7 +154,10 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep full logs with --out DIR."
-    return _fail(" ".join(filter(None, (f"{str(error).rstrip('.')}.", _whose(error.kind, outcome), where))), code)
+    return _fail(
+        " ".join(filter(None, (f"{str(error).rstrip('.')}.", _whose(error.kind, outcome), where))),
+        code,
+    )
 
 
 def _whose(kind: str, outcome: Outcome) -> str:
@@ -122,7 +167,11 @@ def _whose(kind: str, outcome: Outcome) -> str:
         return "This is the stock run, so ovpatch is not the cause."
     if kind in rounds.PEERS:
         return "This is the run of the peer, so ovpatch is not the cause."
-    return "The stock run did not." if kind == PATCHED else "The stock run and the run with all features did not."
+    return (
+        "The stock run did not."
+        if kind == PATCHED
+        else "The stock run and the run with all features did not."
+    )
 
 
 def _fail(message: str, code: ExitCode) -> ExitCode:

@@ -42,7 +42,11 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Declare the command, which comes last."""
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, for example: torchrun train.py")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="-- and the command, for example: torchrun train.py",
+    )
 
 
 def say(command: str, message: object) -> None:
@@ -80,7 +84,9 @@ def make_environment(features: str | None) -> dict[str, str]:
     environment = dict(os.environ)
     already = environment.get("OVPATCH", "").strip()
     if features is not None and already and already != features:
-        raise SettingsError(f"--features {features} and OVPATCH={already} disagree. Give one of them.")
+        raise SettingsError(
+            f"--features {features} and OVPATCH={already} disagree. Give one of them."
+        )
     if features is not None:
         environment["OVPATCH"] = features
     environment["OVPATCH_AUTO"] = "1"
@@ -117,12 +123,16 @@ def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str
     environment = make_environment(arguments.features)
     plan = check_settings(environment)
     if plan.environment.selection.kind == "nothing":
-        raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+        raise SettingsError(
+            "OVPATCH turns everything off, so there is nothing to compare. Unset it."
+        )
     requests = [record.request for record in plan.records.values()]
     # Otherwise the script may turn a feature on.
     if requests and all(request.enforced and not request.on for request in requests):
         reasons = ", ".join(dict.fromkeys(request.reason for request in requests))
-        raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
+        raise SettingsError(
+            f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one."
+        )
     warn_of_near_misses(environment, subcommand)
     check_file(arguments.json, "--json")
     check_folder(arguments.out)
@@ -150,9 +160,13 @@ def check_folder(out: Path | None) -> None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"--out {out} is not an empty directory. Name another, or empty it.")
-    nearest = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    nearest = next(
+        folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists()
+    )
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise SettingsError(f"--out {out}: {nearest} is no directory that can be written. Name another.")
+        raise SettingsError(
+            f"--out {out}: {nearest} is no directory that can be written. Name another."
+        )
 
 
 @contextmanager

@@ -53,7 +53,9 @@ _MISSING: Final = "not installed"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch doctor``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--full", action="store_true", help="print plugins, all options and all counters, too")
+    parser.add_argument(
+        "--full", action="store_true", help="print plugins, all options and all counters, too"
+    )
 
 
 def configure_list(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +69,9 @@ def main_list(arguments: argparse.Namespace) -> int:
     records, report = _apply()
     wanted = None if arguments.feature is None else settings.normalise_name(arguments.feature)
     if wanted is not None and wanted not in records:
-        raise settings.SettingsError(settings.describe_unknown_feature("the command line", wanted, records))
+        raise settings.SettingsError(
+            settings.describe_unknown_feature("the command line", wanted, records)
+        )
     rows = [
         {
             "name": feature.name,
@@ -75,7 +79,8 @@ def main_list(arguments: argparse.Namespace) -> int:
             "state": feature.state,
             "reason": feature.reason,
             "options": {
-                name: {"value": to_plain_data(o.value), "source": o.source} for name, o in feature.options.items()
+                name: {"value": to_plain_data(o.value), "source": o.source}
+                for name, o in feature.options.items()
             },
             "summary": feature.summary,
             "distribution": feature.distribution,
@@ -90,7 +95,11 @@ def main_list(arguments: argparse.Namespace) -> int:
         print(render_table("", _LIST_HEADS, cells, colour=wants_colour(sys.stdout)))
     else:
         print(_render_feature(records[wanted], rows[0]))
-    return ExitCode.PROBLEM if any(feature.state in TROUBLE for feature in report.features) else ExitCode.OK
+    return (
+        ExitCode.PROBLEM
+        if any(feature.state in TROUBLE for feature in report.features)
+        else ExitCode.OK
+    )
 
 
 def _render_feature(record: FeatureRecord, row: Mapping[str, Any]) -> str:
@@ -140,7 +149,9 @@ def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> di
     autoload = _explain_no_autoload()
     return {
         "versions": _find_versions(report),
-        "entry_points": [{key: getattr(record.found, key) for key in _PLUGIN_KEYS} for record in records.values()],
+        "entry_points": [
+            {key: getattr(record.found, key) for key in _PLUGIN_KEYS} for record in records.values()
+        ],
         "machine": find_machine(),
         "autoload": {"possible": not autoload, "reason": autoload},
         "measurements": _find_measurements(),
@@ -167,7 +178,10 @@ def _explain_no_autoload() -> str:
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is set to something other than 1; unset it"
     if not hasattr(sys.modules["torch"], "_import_device_backends"):
         return "this torch does not load entry points of the group torch.backends; call ovpatch.apply() instead"
-    if all(not point.value.startswith("ovpatch.autoload") for point in entry_points(group="torch.backends")):
+    if all(
+        not point.value.startswith("ovpatch.autoload")
+        for point in entry_points(group="torch.backends")
+    ):
         return "the entry point torch.backends is not installed; install the package instead of using PYTHONPATH"
     return ""
 
@@ -178,7 +192,10 @@ def _find_measurements() -> dict[str, Any]:
     if path is None:
         return {"path": None, "writable": False}
     nearest = next((parent for parent in (path, *path.parents) if parent.exists()), path)
-    return {"path": str(path), "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)}
+    return {
+        "path": str(path),
+        "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
+    }
 
 
 def find_machine() -> dict[str, Any]:
@@ -199,7 +216,9 @@ def find_machine() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "backends": [
-            name for name, check in checks.items() if distributed.is_available() and getattr(distributed, check)()
+            name
+            for name, check in checks.items()
+            if distributed.is_available() and getattr(distributed, check)()
         ],
     }
 
@@ -210,15 +229,26 @@ def _list_settings(records: Mapping[str, FeatureRecord]) -> list[dict[str, str]]
     for name, record in records.items():
         meanings[settings.make_variable_name(name)] = f"the switch of feature {name!r}"
         meanings |= list_variables(record.feature) if record.feature is not None else {}
-    ours = {name: value for name, value in os.environ.items() if name == "OVPATCH" or name.startswith("OVPATCH_")}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "OVPATCH" or name.startswith("OVPATCH_")
+    }
     unread = "an option of a feature that is not imported"
     return [
-        {"variable": name, "value": value, "source": "environment", "meaning": meanings.get(name, unread)}
+        {
+            "variable": name,
+            "value": value,
+            "source": "environment",
+            "meaning": meanings.get(name, unread),
+        }
         for name, value in sorted(ours.items())
     ]
 
 
-def _list_problems(records: Mapping[str, FeatureRecord], report: Report, autoload: str) -> list[str]:
+def _list_problems(
+    records: Mapping[str, FeatureRecord], report: Report, autoload: str
+) -> list[str]:
     problems = [
         f"{feature.name} is {feature.state}: {feature.reason}"
         for feature in report.features
@@ -230,9 +260,13 @@ def _list_problems(records: Mapping[str, FeatureRecord], report: Report, autoloa
         for feature in report.features
         if feature.state == "skipped" and records[feature.name].request.by_name
     ]
-    problems += [f"{name}: {record.found.remark}" for name, record in records.items() if record.found.remark]
+    problems += [
+        f"{name}: {record.found.remark}" for name, record in records.items() if record.found.remark
+    ]
     if not records:
-        problems.append(f"no entry points of the group {plugins.GROUP!r}: install the package with pip")
+        problems.append(
+            f"no entry points of the group {plugins.GROUP!r}: install the package with pip"
+        )
     problems += settings.find_near_misses(os.environ)
     problems += filter(None, [explain_old_torch()])
     if autoload and settings.read_environment().auto:
@@ -253,7 +287,9 @@ def _list_parts(data: Mapping[str, Any], report: Report, *, full: bool) -> Itera
         rows = _list_rows(data["settings"], _SETTING_KEYS)
         yield render_table("settings", _SETTING_KEYS, rows, colour=colour)
     if not full:
-        states = [(feature.name, feature.state, _explain_state(feature)) for feature in report.features]
+        states = [
+            (feature.name, feature.state, _explain_state(feature)) for feature in report.features
+        ]
         yield render_table("", ("feature", "state", "why"), states, colour=colour)
         return
     yield report.table(colour=colour)
@@ -280,7 +316,10 @@ def _list_facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "platform", versions["platform"]
     found = [f"{name} {versions[name]}" for name in _LIBRARIES if versions[name] != _MISSING]
     missing = [name for name in _LIBRARIES if versions[name] == _MISSING]
-    yield "libraries", ", ".join(found) + (f"; not installed: {', '.join(missing)}" if missing else "")
+    yield (
+        "libraries",
+        ", ".join(found) + (f"; not installed: {', '.join(missing)}" if missing else ""),
+    )
     kinds = Counter(f"{gpu['name']} ({format_bytes(gpu['bytes'])})" for gpu in machine["gpus"])
     yield "GPUs", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "none"
     if machine["gpus"]:
@@ -290,7 +329,10 @@ def _list_facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "CPUs", f"{machine['cpus']}, {format_bytes(machine['memory_bytes'])} of memory"
     yield "backends", ", ".join(machine["backends"]) or "none: this torch has no torch.distributed"
     autoload = data["autoload"]["reason"]
-    yield "ovpatch run", f"cannot work: {autoload}" if autoload else "works (as does OVPATCH_AUTO=1)"
+    yield (
+        "ovpatch run",
+        f"cannot work: {autoload}" if autoload else "works (as does OVPATCH_AUTO=1)",
+    )
     yield "cache", _describe_cache(data["measurements"])
 
 

@@ -85,7 +85,8 @@ COMMANDS: Final = {
         "feature. The script needs no change.",
         (
             "run -- torchrun --nproc-per-node 8 train.py",
-            "run --features=+dist_optimizer --report report.json -- torchrun --nproc-per-node 8 train.py",
+            "run --features=+dist_optimizer --report report.json -- torchrun --nproc-per-node 8 "
+            "train.py",
         ),
         {
             ExitCode.OK: "the command succeeded, patched",
@@ -111,7 +112,8 @@ COMMANDS: Final = {
         "the files that the script writes.",
         (
             "verify -- torchrun --nproc-per-node 2 train.py",
-            "verify --steps 10 --features ddp --json result.json -- torchrun --nproc-per-node 2 train.py",
+            "verify --steps 10 --features ddp --json result.json -- torchrun --nproc-per-node 2 "
+            "train.py",
         ),
         {
             ExitCode.OK: "the same results",
@@ -158,7 +160,8 @@ COMMANDS: Final = {
     "pipeline": _Command(
         "pipeline_command",
         "what orders of a pipeline cost, by its size, costs and memory",
-        "Compare the orders of a pipeline: by given costs with --what-if, or by costs measured in a run of a command.",
+        "Compare the orders of a pipeline: by given costs with --what-if, or by costs measured in "
+        "a run of a command.",
         (
             "pipeline --what-if p=8,m=32,memory=1x/1.5x",
             "pipeline -- torchrun --nproc-per-node 4 train.py",
@@ -186,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(line)
     command = COMMANDS[parsed.subcommand]
     try:
-        code = int(getattr(import_module(f"ovpatch.cli.{command.module}"), command.function)(parsed))
+        code = int(
+            getattr(import_module(f"ovpatch.cli.{command.module}"), command.function)(parsed)
+        )
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -200,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.PROBLEM
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            remedy = "Install torch 2.11 or later, or use the Python that trains: python -m ovpatch."
+            remedy = (
+                "Install torch 2.11 or later, or use the Python that trains: python -m ovpatch."
+            )
             name = f"ovpatch {parsed.subcommand}"
             print(f"{name}: {sys.executable} has no torch. {remedy}", file=sys.stderr)
             return ExitCode.PROBLEM if parsed.subcommand in ("list", "doctor") else ExitCode.USAGE
@@ -219,17 +226,27 @@ class _Parser(argparse.ArgumentParser):
         """Parse; an unknown option is an error of the subcommand that it was given to."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            choices: Any = next(action.choices for action in self._actions if action.dest == "subcommand")
+            choices: Any = next(
+                action.choices for action in self._actions if action.dest == "subcommand"
+            )
             parser = choices[parsed.subcommand]
             option = unknown[0].partition("=")[0]
-            parser.error(f"unknown option {option}{suggest_name(option, parser._option_string_actions)}")
+            parser.error(
+                f"unknown option {option}{suggest_name(option, parser._option_string_actions)}"
+            )
         return parsed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.dest == "subcommand" and action.choices is not None and value not in action.choices:
+        if (
+            action.dest == "subcommand"
+            and action.choices is not None
+            and value not in action.choices
+        ):
             known = list(action.choices)
             raise argparse.ArgumentError(
-                None, f"unknown command {value!r}{suggest_name(value, known)}. Write one of {', '.join(known)}"
+                None,
+                f"unknown command {value!r}{suggest_name(value, known)}. Write one of "
+                f"{', '.join(known)}",
             )
         super()._check_value(action, value)
 

@@ -39,7 +39,12 @@ _PLACEMENTS: Final = {
 }
 _MOST_ACTIONS: Final = 100_000
 # F, B and W of transformer blocks on one H200, and a transfer of their activations over NVLink.
-_COSTS: Final = {"f": ("forward", 1.0), "b": ("backward", 1.22), "w": ("weight", 1.04), "c": ("send", 0.02)}
+_COSTS: Final = {
+    "f": ("forward", 1.0),
+    "b": ("backward", 1.22),
+    "w": ("weight", 1.04),
+    "c": ("send", 0.02),
+}
 _WORDS: Final = ("p", "m", "memory", "placement", *_COSTS)
 _SWITCH: Final = "OVPATCH_PIPELINE"
 _VARIANT: Final = "measured"
@@ -56,7 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "b, w: times of forward, input gradient and weight gradient of a rank's share of the "
         "model; c: of a transfer",
     )
-    add("--json", action="store_true", help="print JSON, with the best order's actions and their times")
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON, with the best order's actions and their times",
+    )
     add(
         "--figure",
         "--picture",
@@ -99,18 +108,30 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     variants.check_autoload()
     environment = command_line.make_environment(None)
     command_line.check_settings(environment)
-    if settings.read_environment(environment).selection.kind == "nothing" or environment.get(_SWITCH) == "0":
+    if (
+        settings.read_environment(environment).selection.kind == "nothing"
+        or environment.get(_SWITCH) == "0"
+    ):
         raise SettingsError("OVPATCH, or OVPATCH_PIPELINE, turns the feature off. Unset it.")
     command_line.warn_of_near_misses(environment, _FEATURE)
     command_line.check_folder(arguments.out)
     command_line.check_command(command)
     with command_line.open_folder(arguments.out) as out:
         plan_file = (out / _VARIANT / pipeline_plan.PLAN).absolute()
-        variables = {_SWITCH: "1", f"{_SWITCH}_SCHEDULE": "auto", f"{_SWITCH}_PLAN_FILE": str(plan_file)}
+        variables = {
+            _SWITCH: "1",
+            f"{_SWITCH}_SCHEDULE": "auto",
+            f"{_SWITCH}_PLAN_FILE": str(plan_file),
+        }
         variant = variants.Variant(_VARIANT, None, {"plan": str(plan_file)}, variables)
         _say(f"measuring: {' '.join(command)}")
         outcome = variants.run_variant(
-            variant, command, pipeline_plan.__name__, out, timeout=arguments.timeout, progress=_show_step
+            variant,
+            command,
+            pipeline_plan.__name__,
+            out,
+            timeout=arguments.timeout,
+            progress=_show_step,
         )
         if not plan_file.exists():
             return _explain(outcome)
@@ -122,9 +143,12 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     if arguments.picture is not None:
         best = plan["rows"][plan["best"]]
         timeline = [
-            [[*action[:3], *(1000 * time for time in action[3:])] for action in line] for line in plan["timeline"]
+            [[*action[:3], *(1000 * time for time in action[3:])] for action in line]
+            for line in plan["timeline"]
         ]
-        title = f"{plan['class']}, {best['order']}: {1000 * best['predicted']:.1f} ms a step, simulated"
+        title = (
+            f"{plan['class']}, {best['order']}: {1000 * best['predicted']:.1f} ms a step, simulated"
+        )
         pipeline_plan.draw_order(timeline, title, "ms", arguments.picture)
         _say(f"written: {arguments.picture}")
     return ExitCode.OK
@@ -146,7 +170,9 @@ def _explain(outcome: variants.Outcome) -> int:
         return ExitCode.INTERRUPTED
     if outcome.timed_out or outcome.code:
         end = outcome.describe_exit()
-        what = "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {end}"
+        what = (
+            "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {end}"
+        )
         _say(f"{what}. How it ended:\n{outcome.read_failure()}")
         return outcome.code or ExitCode.PROBLEM
     if outcome.report is None:
@@ -159,7 +185,9 @@ def _explain(outcome: variants.Outcome) -> int:
             "the remarks above tell why one was left to stock."
         )
     else:
-        _say("the command ended before all orders were measured. Let it run for more steps, some 80.")
+        _say(
+            "the command ended before all orders were measured. Let it run for more steps, some 80."
+        )
     return ExitCode.UNDECIDED
 
 
@@ -196,7 +224,8 @@ def parse_question(text: str) -> dict[str, Any]:
         name = name.strip()
         if name not in _WORDS:
             raise SettingsError(
-                f"--what-if: {name!r} is unknown{suggest_name(name, _WORDS)}. Write words of {', '.join(_WORDS)}."
+                f"--what-if: {name!r} is unknown{suggest_name(name, _WORDS)}. Write words of "
+                f"{', '.join(_WORDS)}."
             )
         words[name] = value.strip()
     question: dict[str, Any] = {"ranks": _whole(words, "p"), "microbatches": _whole(words, "m")}
@@ -210,7 +239,11 @@ def parse_question(text: str) -> dict[str, Any]:
                 f"unknown{suggest_name(placement, _PLACEMENTS)}. "
                 f"Write some of {'/'.join(_PLACEMENTS)}."
             )
-    odd = [f"{word}={question[name]}" for word, name in (("p", "ranks"), ("m", "microbatches")) if question[name] % 2]
+    odd = [
+        f"{word}={question[name]}"
+        for word, name in (("p", "ranks"), ("m", "microbatches"))
+        if question[name] % 2
+    ]
     if odd and _BIDIRECTIONAL in question["placements"]:
         raise SettingsError(
             f"--what-if: {' and '.join(odd)} cannot be divided into two directions, as "
@@ -223,7 +256,8 @@ def parse_question(text: str) -> dict[str, Any]:
         raise SettingsError("--what-if: f, b and w are all 0. Give times above 0.")
     if question["ranks"] * question["microbatches"] * 3 > _MOST_ACTIONS:
         raise SettingsError(
-            f"--what-if: p times m is above {_MOST_ACTIONS // 3}. Give a smaller m: bubbles fall as 1/m."
+            f"--what-if: p times m is above {_MOST_ACTIONS // 3}. Give a smaller m: bubbles fall "
+            "as 1/m."
         )
     return question
 
@@ -235,7 +269,9 @@ def _parts(words: Mapping[str, str], name: str, default: str) -> list[str]:
 def _whole(words: Mapping[str, str], name: str) -> int:
     text = words.get(name, "")
     if not text.isdecimal() or int(text) < 1:
-        raise SettingsError(f"--what-if: {name}={text} is no whole number above 0. Write for example p=8,m=32.")
+        raise SettingsError(
+            f"--what-if: {name}={text} is no whole number above 0. Write for example p=8,m=32."
+        )
     return int(text)
 
 
@@ -246,7 +282,8 @@ def _number(name: str, text: str, least: float) -> float:
         value = math.nan
     if not least <= value < math.inf:
         raise SettingsError(
-            f"--what-if: {name}={text} is no number of at least {least:g}. Write for example {name}=1.5."
+            f"--what-if: {name}={text} is no number of at least {least:g}. Write for example "
+            f"{name}=1.5."
         )
     return value
 
@@ -256,7 +293,11 @@ def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def progress(done: float) -> None:
         if shown:
-            print(f"\rovpatch pipeline: solving, {100 * done:3.0f}%", end="\n" if done >= 1 else "", file=sys.stderr)
+            print(
+                f"\rovpatch pipeline: solving, {100 * done:3.0f}%",
+                end="\n" if done >= 1 else "",
+                file=sys.stderr,
+            )
 
     return what_if.plan(question, progress)
 
@@ -269,7 +310,11 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
 
     table = Table(box=box.ASCII if not colour else box.ROUNDED)
     for heading in ("order", "placement", "memory", "step", "bubble", ""):
-        table.add_column(heading, justify="left" if heading in ("order", "placement", "") else "right", no_wrap=True)
+        table.add_column(
+            heading,
+            justify="left" if heading in ("order", "placement", "") else "right",
+            no_wrap=True,
+        )
     for index, row in enumerate(answer["rows"]):
         remark = "best" if index == answer["best"] else "" if row["fits"] else "too large"
         table.add_row(
@@ -289,9 +334,12 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
         f"{question['forward']:g}, "
         f"B {question['backward']:g}, W {question['weight']:g}, transfer {question['send']:g}",
         capture.get().rstrip(),
-        "memory: of the fullest rank, in units of 1F1B's; step: in units of m(F+B+W), steps chain without a barrier",
+        "memory: of the fullest rank, in units of 1F1B's; step: in units of m(F+B+W), steps chain "
+        "without a barrier",
     ]
-    bounds = ", ".join(f"{bound:.3f} ({placement})" for placement, bound in answer["bounds"].items())
+    bounds = ", ".join(
+        f"{bound:.3f} ({placement})" for placement, bound in answer["bounds"].items()
+    )
     lines += [f"no order is below {bounds}"] if bounds else []
     if answer["best"] is not None:
         best = answer["rows"][answer["best"]]
@@ -305,7 +353,10 @@ def _list_settings(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -
     """Return how to run the best order, and then the best order of each other placement."""
     if not best["setting"]:
         where = _PLACEMENTS[best["placement"]]
-        return [f"no order is faster than torch's own {_name(best)}: leave the feature off where {where}"]
+        return [
+            f"no order is faster than torch's own {_name(best)}: leave the feature off where "
+            f"{where}"
+        ]
     shortest: dict[str, Mapping[str, Any]] = {best["placement"]: best}
     for row in sorted(rows, key=lambda row: (float(row["step"]), float(row["memory"]))):
         if row["fits"]:
@@ -313,7 +364,10 @@ def _list_settings(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -
     lines = []
     for placement, row in shortest.items():
         setting = " ".join(f"{variable}={value}" for variable, value in row["setting"].items())
-        lines.append(f"to run {_name(row)} where {_PLACEMENTS[placement]}: {setting or 'leave the feature off'}")
+        lines.append(
+            f"to run {_name(row)} where {_PLACEMENTS[placement]}: "
+            f"{setting or 'leave the feature off'}"
+        )
     return lines
 
 
@@ -327,7 +381,10 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def _check_picture(path: Path) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise SettingsError(f"--picture {path}: the name ends with none of .png, .svg, .pdf. Give it such an ending.")
+        raise SettingsError(
+            f"--picture {path}: the name ends with none of .png, .svg, .pdf. Give it such an "
+            "ending."
+        )
     if find_spec("matplotlib") is None:
         raise SettingsError(
             "the picture needs matplotlib, which is not installed. "

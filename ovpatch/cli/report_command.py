@@ -44,10 +44,13 @@ def _read(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"{path} cannot be read as a report ({error}). Name a file of `ovpatch run --report FILE`."
+            f"{path} cannot be read as a report ({error}). Name a file of `ovpatch run --report "
+            "FILE`."
         ) from error
     if not isinstance(data, dict) or not {"features", "patches"} <= data.keys():
         raise SettingsError(f"{path} is no report. Name a file of `ovpatch run --report FILE`.")
     if not data.get("processes"):
-        raise SettingsError(f"{path} has no process: nothing was patched there. Leave the file out.")
+        raise SettingsError(
+            f"{path} has no process: nothing was patched there. Leave the file out."
+        )
     return data

@@ -25,7 +25,8 @@ from ovpatch.session.report_table import format_report, has_worked, summarise_re
 _say: Final = partial(command_line.say, "run")
 
 _UNFINISHED: Final = (
-    "{} left no last report, because it was killed or called os._exit. Its work since its start is not counted"
+    "{} left no last report, because it was killed or called os._exit. Its work since "
+    "its start is not counted"
 )
 _NO_REPORT: Final = (
     "no process of the command reported that it is patched. Possible causes: no process imported "
@@ -38,7 +39,9 @@ _NO_REPORT: Final = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch run``."""
     add = parser.add_argument
-    add("--report", metavar="FILE", type=Path, help="write the merged report of the workers as JSON")
+    add(
+        "--report", metavar="FILE", type=Path, help="write the merged report of the workers as JSON"
+    )
     add("--full", action="store_true", help="print all features and counters at the end")
     command_line.add_features(parser)
     command_line.add_command(parser)
@@ -53,7 +56,10 @@ def main(arguments: argparse.Namespace) -> int:
     command_line.check_command(command)
     command_line.warn_of_near_misses(environment, "run")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        _say("TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will be patched")
+        _say(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will "
+            "be patched"
+        )
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
         environment[worker_reports.REPORT_DIR] = directory
         code = _run(command, environment, Path(directory))

@@ -88,14 +88,18 @@ def show(trace: Path) -> str:
     try:
         server = _Server(trace)
     except OSError as error:
-        return f"port {PORT}, from which Perfetto reads, cannot be used ({error.strerror}); {by_hand}"
+        return (
+            f"port {PORT}, from which Perfetto reads, cannot be used ({error.strerror}); {by_hand}"
+        )
     with server:
         browser.open(f"{PAGE}/#!/?url=http://127.0.0.1:{server.server_port}/{trace.name}")
         end = time.monotonic() + _FETCH_TIMEOUT_S
         while not server.fetched and (left := end - time.monotonic()) > 0:
             server.timeout = left
             server.handle_request()
-    return f"shown at {PAGE}" if server.fetched else f"the browser did not fetch the trace; {by_hand}"
+    return (
+        f"shown at {PAGE}" if server.fetched else f"the browser did not fetch the trace; {by_hand}"
+    )
 
 
 if TYPE_CHECKING:
@@ -109,9 +113,19 @@ _ENDINGS: Final = (".json", ".json.gz")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch timeline``."""
     add = parser.add_argument
-    add("--step", type=int, default=5, metavar="K", help="first step to record, at least 2 (default: 5)")
+    add(
+        "--step",
+        type=int,
+        default=5,
+        metavar="K",
+        help="first step to record, at least 2 (default: 5)",
+    )
     add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
-    add("--compare", action="store_true", help="run the command stock too; with traces: give two folders, stock first")
+    add(
+        "--compare",
+        action="store_true",
+        help="run the command stock too; with traces: give two folders, stock first",
+    )
     command_line.add_features(parser)
     add(
         "--out",
@@ -120,13 +134,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the files go (./ovpatch-timeline)",
     )
-    add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
-    add("--operators", action="store_true", help="on GPUs, record torch's operators as well as kernels; costs more")
+    add(
+        "--no-stop",
+        action="store_true",
+        help="let the command run to its end after the last recorded step",
+    )
+    add(
+        "--operators",
+        action="store_true",
+        help="on GPUs, record torch's operators as well as kernels; costs more",
+    )
     add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
-    add("--open", action="store_true", help="show the trace in a browser, by ui.perfetto.dev, which reads it from here")
+    add(
+        "--open",
+        action="store_true",
+        help="show the trace in a browser, by ui.perfetto.dev, which reads it from here",
+    )
     command_line.add_timeout(parser)
-    add("--communication", metavar="REGEX", help="further kernels that count as communication, by name")
-    add("rest", nargs=argparse.REMAINDER, metavar="-- command… | trace.json…", help="what to run, or what to read")
+    add(
+        "--communication",
+        metavar="REGEX",
+        help="further kernels that count as communication, by name",
+    )
+    add(
+        "rest",
+        nargs=argparse.REMAINDER,
+        metavar="-- command… | trace.json…",
+        help="what to run, or what to read",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -156,7 +191,8 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         return None if text is None else re.compile(text)
     except re.error as error:
         raise SettingsError(
-            f"--communication {text}: not a regular expression ({error}). Quote what it has of ()[]*+?.|"
+            f"--communication {text}: not a regular expression ({error}). Quote what it has of "
+            "()[]*+?.|"
         ) from error
 
 
@@ -169,7 +205,8 @@ def _are_traces(rest: Sequence[str]) -> bool:
     if named[:1] == [True] and not all(named):
         other = rest[named.index(False)]
         raise SettingsError(
-            f"{rest[0]} is a trace and {other} is none. Put options before traces, and -- before a command."
+            f"{rest[0]} is a trace and {other} is none. Put options before traces, and -- before a "
+            "command."
         )
     return bool(named) and all(named)
 
@@ -184,8 +221,12 @@ def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Ite
             f"{len(arguments.rest)} were given. "
             "Write: ovpatch timeline --compare stock/ patched/"
         )
-    for name, own in zip(("stock", "patched") if arguments.compare else ("recorded",), words, strict=True):
-        run = make_run(name, read_all_ranks([path for word in own for path in _files(Path(word))], pattern))
+    for name, own in zip(
+        ("stock", "patched") if arguments.compare else ("recorded",), words, strict=True
+    ):
+        run = make_run(
+            name, read_all_ranks([path for word in own for path in _files(Path(word))], pattern)
+        )
         yield Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
 
 
@@ -193,9 +234,14 @@ def _files(path: Path) -> list[Path]:
     """Return a trace, or the traces in a folder: ours if there are any, else every JSON file."""
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob("trace-rank*.json*")) or sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS))
+    files = sorted(path.glob("trace-rank*.json*")) or sorted(
+        f for f in path.iterdir() if f.name.endswith(_ENDINGS)
+    )
     if not files:
-        raise TraceError(f"{path} holds no traces. Name a folder with files *.json or *.json.gz of torch.profiler.")
+        raise TraceError(
+            f"{path} holds no traces. Name a folder with files *.json or *.json.gz of "
+            "torch.profiler."
+        )
     return files
 
 
@@ -216,8 +262,13 @@ def _record(
     output.prepare_folder(keep_runs=False)
     recordings, code, failed = [], int(ExitCode.OK), False
     for variant in chosen:
-        _say(f"running {variant.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
-        outcome = variants.run_variant(variant, command, _WORKER, output.folder, timeout=arguments.timeout)
+        _say(
+            f"running {variant.name}, steps {wanted[0]} to {wanted[-1]} are recorded: "
+            f"{' '.join(command)}"
+        )
+        outcome = variants.run_variant(
+            variant, command, _WORKER, output.folder, timeout=arguments.timeout
+        )
         code = _judge(outcome) or code
         try:
             recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))
@@ -236,9 +287,13 @@ def _record(
 
 def _wanted(arguments: argparse.Namespace) -> range:
     if arguments.step < 2:
-        raise SettingsError(f"--step {arguments.step}: step 1 has no border before it. Give 2 or more.")
+        raise SettingsError(
+            f"--step {arguments.step}: step 1 has no border before it. Give 2 or more."
+        )
     if arguments.steps < 1:
-        raise SettingsError(f"--steps {arguments.steps}: nothing would be recorded. Give 1 or more.")
+        raise SettingsError(
+            f"--steps {arguments.steps}: nothing would be recorded. Give 1 or more."
+        )
     return range(arguments.step, arguments.step + arguments.steps)
 
 
@@ -253,7 +308,9 @@ def _variants(arguments: argparse.Namespace, wanted: range) -> list[Variant]:
     command_line.warn_of_near_misses(environment, "timeline")
     off = settings.read_environment(environment).selection.kind == "nothing"
     if off and arguments.compare:
-        raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
+        raise SettingsError(
+            "--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH."
+        )
     if off:
         return [Variant("stock", STOCK, details)]
     return [Variant("stock", STOCK, details), patched] if arguments.compare else [patched]
@@ -262,15 +319,28 @@ def _variants(arguments: argparse.Namespace, wanted: range) -> list[Variant]:
 def _judge(outcome: Outcome) -> int:
     """Print the report and the problems of a variant; return its exit code."""
     if outcome.variant.patched and outcome.report is not None:
-        _say(f"{outcome.variant.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}")
+        _say(
+            f"{outcome.variant.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}"
+        )
     for failure in outcome.failures:
-        _say(f"{outcome.variant.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
+        _say(
+            f"{outcome.variant.name}: process {failure['pid']} (rank {failure['rank']}): "
+            f"{failure['error']}"
+        )
     if outcome.timed_out:
-        _say(f"{outcome.variant.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
+        _say(
+            f"{outcome.variant.name}: no step for too long, so it was ended. Its stacks are in "
+            f"{outcome.folder}"
+        )
     elif outcome.code:
         name, end = outcome.variant.name, outcome.describe_exit()
         _say(f"{name}: the command ended with {end}; see {outcome.log}\n{outcome.read_failure()}")
     elif outcome.variant.patched and not outcome.applied:
-        _say(f"{outcome.variant.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
+        _say(
+            f"{outcome.variant.name}: no feature of ovpatch was on in every process. `ovpatch "
+            "doctor` tells why."
+        )
         return ExitCode.PROBLEM
-    return outcome.code or (ExitCode.PROBLEM if outcome.failures or outcome.timed_out else ExitCode.OK)
+    return outcome.code or (
+        ExitCode.PROBLEM if outcome.failures or outcome.timed_out else ExitCode.OK
+    )

@@ -30,7 +30,9 @@ class Difference:
 
     # Largest absolute difference between finite values, 0.0 if there is none.
     max_abs: float = 0.0
-    finite: bool = True  # False if one side is NaN or infinite where the other is not, or of the other sign
+    finite: bool = (
+        True  # False if one side is NaN or infinite where the other is not, or of the other sign
+    )
     first: tuple[int, ...] | None = None  # index of the first difference, if any
     values: tuple[Scalar, Scalar] | None = None  # the two values at that index
 
@@ -108,9 +110,13 @@ def _by_chunks(a: torch.Tensor, b: torch.Tensor) -> Difference:
         part = _compare_chunk(x, y)
         if part.first is None:
             continue
-        first, values = (total.first, total.values) if total.first else ((start + part.first[0],), part.values)
+        first, values = (
+            (total.first, total.values) if total.first else ((start + part.first[0],), part.values)
+        )
         # There is no NaN here, which max() would keep or drop by the order of its arguments.
-        total = Difference(max(total.max_abs, part.max_abs), total.finite and part.finite, first, values)
+        total = Difference(
+            max(total.max_abs, part.max_abs), total.finite and part.finite, first, values
+        )
     return total
 
 
@@ -122,7 +128,9 @@ def _compare_chunk(a: torch.Tensor, b: torch.Tensor) -> Difference:
     if not unequal.any():
         return Difference()
     distance = (x.to(torch.float64) - y.to(torch.float64)).abs_()
-    finite = distance.isfinite()  # NaN or infinite on one side only, opposite infinities, or an overflow
+    finite = (
+        distance.isfinite()
+    )  # NaN or infinite on one side only, opposite infinities, or an overflow
     all_finite = not bool((unequal & ~finite).any())
     # Where both are NaN or the same infinity, the distance is NaN, and the values are equal.
     largest = float(distance.masked_fill_(~(unequal & finite), 0.0).max().item())
@@ -190,13 +198,17 @@ def make_different(name: str, note: str) -> Row:
     return Row(name, Verdict.DIFFERENT, note=note)
 
 
-def judge_difference(name: str, found: Difference, noise: Iterable[float] = (), floor: float = FLOOR) -> Row:
+def judge_difference(
+    name: str, found: Difference, noise: Iterable[float] = (), floor: float = FLOOR
+) -> Row:
     """Return the row of a value by its difference; ``noise`` has those of noise runs, ``floor`` is always allowed."""
     if found.values is None:
         return Row(name, Verdict.BITWISE, 0.0)
     allowed = max([floor, *(FACTOR * size for size in noise)])
     verdict = Verdict.WITHIN_NOISE if found.finite and found.size <= allowed else Verdict.DIFFERENT
-    note = " became ".join(str(value) if isinstance(value, int) else f"{value:.9g}" for value in found.values)
+    note = " became ".join(
+        str(value) if isinstance(value, int) else f"{value:.9g}" for value in found.values
+    )
     return Row(name, verdict, found.size, allowed, found.first, note)
 
 

@@ -109,7 +109,9 @@ class Command:
         self.interrupted: signal.Signals | None = None
         self.asked = 0  # number of such signals
 
-    def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> None:
+    def start_process(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
+    ) -> None:
         """Start the process; raise NotStartedError if it does not exist or cannot be executed."""
         try:
             self._process = subprocess.Popen(
@@ -124,7 +126,9 @@ class Command:
             raise NotStartedError(f"{command[0]}: command not found", ExitCode.NOT_FOUND) from None
         # There is no permission, or it is a folder or a script without its first line.
         except OSError as error:
-            raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", ExitCode.NOT_EXECUTABLE) from None
+            raise NotStartedError(
+                f"{command[0]}: not executable ({error.strerror})", ExitCode.NOT_EXECUTABLE
+            ) from None
         for number in self._early:
             self._send(number)
 
@@ -198,7 +202,9 @@ def _group_lives(group: int) -> bool:
 def _state(file: Path) -> tuple[str, int]:
     """Return a process's state and group from its ``/proc/<pid>/stat``."""
     try:
-        state, _, group, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        state, _, group, *_ = (
+            file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except (OSError, ValueError):  # the process has ended
         return "X", 0
     return state, int(group)
@@ -225,7 +231,9 @@ def running_command(
 
 @contextmanager
 def _forwarding(job: Command) -> Iterator[None]:
-    numbers = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
+    numbers = [
+        number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # nohup, sh's "&"
     before = {number: signal.signal(number, job.forward_signal) for number in numbers}
     try:
         yield

@@ -46,7 +46,8 @@ def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
     return "\n".join(
         [
             *(table.rstrip() for table in tables),
-            "memory: of the fullest rank, in units of 1F1B's; bubble: part of a step in which the busiest rank waits",
+            "memory: of the fullest rank, in units of 1F1B's; bubble: part of a step in which the "
+            "busiest rank waits",
             f"a transfer takes {send:.3f} ms; no order is below {1000 * plan['limit']:.1f} ms, "
             "m(F+B+W) of the busiest "
             f"rank, and none of this placement below {1000 * plan['bound']:.1f} ms",
@@ -67,7 +68,9 @@ def _recommend(best: Mapping[str, Any], command: str) -> str:
 
 def write_setting(setting: Mapping[str, str]) -> str:
     """Return the variables that make the feature run an order."""
-    named = sorted(setting.items(), key=lambda item: item[0] != "schedule")  # JSON may have sorted them by name
+    named = sorted(
+        setting.items(), key=lambda item: item[0] != "schedule"
+    )  # JSON may have sorted them by name
     options = (f"OVPATCH_PIPELINE_{name.upper()}={value}" for name, value in named)
     return " ".join(["OVPATCH_AUTO=1", "OVPATCH_PIPELINE=1", *options])
 
@@ -99,7 +102,9 @@ def _list_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def draw_order(timeline: Sequence[Sequence[Sequence[Any]]], title: str, unit: str, path: Path) -> None:
+def draw_order(
+    timeline: Sequence[Sequence[Sequence[Any]]], title: str, unit: str, path: Path
+) -> None:
     """Draw a row per rank, F, B and W by colour, to a PNG, SVG or PDF file; later stages of a rank are paler.
 
     ``timeline`` has kind, stage, microbatch, start and end of each computation, by rank, in a ``unit`` of time.
@@ -114,7 +119,16 @@ def draw_order(timeline: Sequence[Sequence[Sequence[Any]]], title: str, unit: st
         for kind, stage, _, start, end in line:
             alpha = 1.0 - 0.5 * stages.index(stage) / len(stages)
             colour = COLOURS[kind]
-            axes.barh(rank, end - start, 0.85, start, color=colour, alpha=alpha, edgecolor="white", linewidth=0.3)
+            axes.barh(
+                rank,
+                end - start,
+                0.85,
+                start,
+                color=colour,
+                alpha=alpha,
+                edgecolor="white",
+                linewidth=0.3,
+            )
     axes.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
     axes.invert_yaxis()
     axes.set_xlabel(f"time in {unit}")

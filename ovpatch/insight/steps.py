@@ -15,7 +15,11 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ovpatch.session import session_report, worker_exit
 
@@ -42,7 +46,10 @@ class StepHooks:
         self._before, self._after = before, after
         # A step that raised stays in the set until the next step.
         self._in_progress: WeakSet[Optimizer] = WeakSet()
-        self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
+        self._handles = (
+            register_optimizer_step_pre_hook(self._pre),
+            register_optimizer_step_post_hook(self._post),
+        )
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -77,8 +84,12 @@ def find_root_modules() -> list[nn.Module]:
     """Return all modules of the process that are no other module's child."""
     # By type: isinstance() reads __class__, which makes lazy proxies load their objects.
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    return [module for module in modules if id(module) not in children and "_modules" in vars(module)]
+    children = {
+        id(child) for module in modules for child in vars(module).get("_modules", {}).values()
+    }
+    return [
+        module for module in modules if id(module) not in children and "_modules" in vars(module)
+    ]
 
 
 def list_children(value: Any) -> list[tuple[Any, Any]] | None:
@@ -174,7 +185,9 @@ class _NodeMarks:
         self._remote_ranks = [rank for rank in range(get_world_size()) if rank not in node]
         group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
         if self._remote_ranks and group is not None:
-            from ovpatch.overlap.comm.lifetimes import group_store  # only a job of several nodes needs it
+            from ovpatch.overlap.comm.lifetimes import (
+                group_store,  # only a job of several nodes needs it
+            )
 
             self._store = group_store(group)
 
@@ -189,7 +202,9 @@ class _NodeMarks:
         """Return the ranks of other nodes without such a mark; none if the store has ended, as all ranks leave then."""
         with suppress(RuntimeError):
             if self._store is not None:
-                return {rank for rank in self._remote_ranks if not self._store.check([self._key(rank)])}
+                return {
+                    rank for rank in self._remote_ranks if not self._store.check([self._key(rank)])
+                }
         return set()
 
     def _key(self, rank: int) -> str:

@@ -65,7 +65,9 @@ def leave_one_out(
         if not off.issuperset(features):
             # Such a variable always wins.
             variables = {f"OVPATCH_{name.upper()}": "0" for name in features if name in off}
-            found[feature] = replace(variant, name=f"without-{feature}", variables={**variant.variables, **variables})
+            found[feature] = replace(
+                variant, name=f"without-{feature}", variables={**variant.variables, **variables}
+            )
     return found
 
 
@@ -108,7 +110,9 @@ class Outcome:
     @property
     def reorders_products(self) -> bool:
         """True if an exercised feature splits GEMMs, which changes the order of sums."""
-        return any(row["reorders_products"] for row in self._features if row["name"] in self.exercised)
+        return any(
+            row["reorders_products"] for row in self._features if row["name"] in self.exercised
+        )
 
     @property
     def exercised(self) -> list[str]:
@@ -118,12 +122,21 @@ class Outcome:
     @property
     def idle(self) -> dict[str, str]:
         """Features that were on in every process and did no work, with their remarks."""
-        return {name: "; ".join(self.remarks[name]) for name in self.applied if name not in self.exercised}
+        return {
+            name: "; ".join(self.remarks[name])
+            for name in self.applied
+            if name not in self.exercised
+        }
 
     @property
     def left_to_stock(self) -> list[str]:
         """Exercised features with some work that fell back to torch."""
-        counted = [(name, what) for name, counters in self.counters.items() for what in counters if counters[what]]
+        counted = [
+            (name, what)
+            for name, counters in self.counters.items()
+            for what in counters
+            if counters[what]
+        ]
         left = dict.fromkeys(name for name, what in counted if what.startswith("stock_"))
         return [name for name in left if name in self.exercised]
 
@@ -131,11 +144,15 @@ class Outcome:
     def remarks(self) -> dict[str, list[str]]:
         """Remarks of each feature; a remark about idleness only if there is no other."""
         patches = self.report["patches"] if self.report is not None else ()
-        waiting = tuple(f"{row['target']} is pending" for row in patches if row["state"] == "pending")  # for an import
+        waiting = tuple(
+            f"{row['target']} is pending" for row in patches if row["state"] == "pending"
+        )  # for an import
         found = {}
         for row in self._features:
             every = [remark for remark in row["remarks"] if not remark.startswith(waiting)]
-            found[row["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
+            found[row["name"]] = [
+                remark for remark in every if not remark.startswith(tuple(IDLE))
+            ] or every
         return found
 
     @property
@@ -150,9 +167,13 @@ class Outcome:
     @property
     def waits_in_tool(self) -> str:
         """Description of a process that hung in code of a tool and not in the script; "" if there is none."""
-        found = {pid: match for pid, stacks in self.stacks.items() if (match := _IN_TOOL.search(stacks))}
+        found = {
+            pid: match for pid, stacks in self.stacks.items() if (match := _IN_TOOL.search(stacks))
+        }
         for pid, match in found.items():
-            return f"{name_process(pid, read_ranks(self.folder))} waits in ovpatch's {match['name']}()"
+            return (
+                f"{name_process(pid, read_ranks(self.folder))} waits in ovpatch's {match['name']}()"
+            )
         return ""
 
     @cached_property
@@ -185,8 +206,15 @@ _IN_TOOL: Final = re.compile(
     rf'\(most recent call first\):\n  File "{re.escape(str(Path(__file__).parent))}/[^"]*", line \d+ in (?P<name>\w+)'
 )
 _HEAD: Final = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
-_LAUNCHERS: Final = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
-_LAUNCHERS_LOG: Final = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/")  # torchrun's own lines
+_LAUNCHERS: Final = (
+    "ChildFailedError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "CalledProcessError",
+)
+_LAUNCHERS_LOG: Final = re.compile(
+    r"[WE]\d{4} \S+ \d+ \S*torch/distributed/"
+)  # torchrun's own lines
 _LONGEST: Final = 24  # lines
 
 
@@ -202,10 +230,15 @@ def find_failure(log: str, lines: int = 20) -> str:
         if match := _HEAD.match(line):
             found = _traceback(every[start:], match[1] or "")
             if not any(name in found[-1] for name in _LAUNCHERS):
-                return "\n".join(found if len(found) <= _LONGEST else [*found[:5], "  …", *found[5 - _LONGEST :]])
+                return "\n".join(
+                    found if len(found) <= _LONGEST else [*found[:5], "  …", *found[5 - _LONGEST :]]
+                )
             end = min(end, start)
     told = [line for line in every[:end] if not _LAUNCHERS_LOG.match(line)][-lines:]
-    root = next((start for start in range(end, len(every)) if every[start].startswith("Root Cause")), len(every))
+    root = next(
+        (start for start in range(end, len(every)) if every[start].startswith("Root Cause")),
+        len(every),
+    )
     return "\n".join([*told, *every[root:]] if told else every[-lines:])
 
 
@@ -257,7 +290,8 @@ def check_autoload() -> None:
     """Check that torch loads ovpatch in the command's processes, before anything runs; raise SettingsError if not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise SettingsError(
-            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. Unset it."
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so no process of the command loads ovpatch. "
+            "Unset it."
         )
 
 
@@ -281,12 +315,16 @@ def run_variant(
     watch = _Watchdog(folder, timeout, progress)
     began = time.monotonic()
     try:
-        with launch.running_command(command, variant.build_environment(worker, folder), log=log) as job:
+        with launch.running_command(
+            command, variant.build_environment(worker, folder), log=log
+        ) as job:
             code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
         launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
-    return Outcome(variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
+    return Outcome(
+        variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder)
+    )
 
 
 # Seconds for processes to write their stacks.
@@ -312,7 +350,9 @@ class _Watchdog:
             self._interrupted = self._interrupted or time.monotonic()
             if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
                 self._end(job, 1.0)
-        seen = {path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")}  # process- and beat-
+        seen = {
+            path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")
+        }  # process- and beat-
         if seen != self._seen:
             self._seen, self._news = seen, time.monotonic()
             self._progress(read_slowest_step(self._folder))
@@ -349,13 +389,19 @@ def _read_beats(folder: Path) -> list[int]:
 
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
-    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
+    return [
+        one["pid"]
+        for one in worker_reports.read_reports(folder, "process")
+        if _is_alive(one["pid"], folder)
+    ]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
     return {
-        one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
+        one["pid"]: one["rank"]
+        for one in worker_reports.read_reports(folder, "process")
+        if one.get("rank") is not None
     }
 
 
@@ -387,5 +433,8 @@ def _is_alive(pid: int, folder: Path) -> bool:
 
 def _read_stacks(folder: Path) -> dict[int, str]:
     texts = {int(path.stem.partition("-")[2]): path for path in folder.glob("stacks-*.txt")}
-    stacks = {pid: path.read_text(encoding="utf-8", errors="replace") for pid, path in sorted(texts.items())}
+    stacks = {
+        pid: path.read_text(encoding="utf-8", errors="replace")
+        for pid, path in sorted(texts.items())
+    }
     return {pid: text for pid, text in stacks.items() if text}

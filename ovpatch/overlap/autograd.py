@@ -181,7 +181,9 @@ class TaskCallback:
     # have it as a local variable, or the callback would outlive a dead backward.
     __slots__ = ("__weakref__", "_died", "_ended", "_task")
 
-    def __init__(self, task: GraphTask, ended: Callable[[], None], died: Callable[[], None]) -> None:
+    def __init__(
+        self, task: GraphTask, ended: Callable[[], None], died: Callable[[], None]
+    ) -> None:
         # None once the callback has run.
         self._task: GraphTask | None = task
         self._ended = ended

@@ -34,7 +34,11 @@ def find_blocks(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
 
 
 def _walk(
-    module: nn.Module, path: tuple[str, ...], patterns: Sequence[str], found: list[Block], seen: set[int]
+    module: nn.Module,
+    path: tuple[str, ...],
+    patterns: Sequence[str],
+    found: list[Block],
+    seen: set[int],
 ) -> None:
     if id(module) in seen:
         return
@@ -57,7 +61,9 @@ def _list_members(module: nn.Module) -> set[str]:
     """
     if not isinstance(module, _LISTS) or len(module) < 2:
         return set()
-    children = {key: unwrap_module(child) for key, child in module.named_children() if _has_params(child)}
+    children = {
+        key: unwrap_module(child) for key, child in module.named_children() if _has_params(child)
+    }
     is_one_class = len({type(child) for child in children.values()}) == 1
     return set(children) if is_one_class and _has_parts(next(iter(children.values()))) else set()
 
@@ -84,12 +90,17 @@ def _matches_name(path: tuple[str, ...], pattern: str) -> bool:
 
 def _class_name(module: nn.Module) -> str:
     name = type(unwrap_module(module)).__name__
-    return name.removeprefix("FSDP") if name.startswith("FSDP") else name  # fully_shard derives FSDPBlock from Block
+    return (
+        name.removeprefix("FSDP") if name.startswith("FSDP") else name
+    )  # fully_shard derives FSDPBlock from Block
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
     """Return the module inside of ``torch.compile``'s and FSDP's wrappers; a checkpoint's wrapper stays."""
-    inner = next((module._modules.get(key) for key in _WRAPPERS[:2] if module._modules.get(key) is not None), None)
+    inner = next(
+        (module._modules.get(key) for key in _WRAPPERS[:2] if module._modules.get(key) is not None),
+        None,
+    )
     return module if inner is None else unwrap_module(inner)
 
 

@@ -22,9 +22,20 @@ from ovpatch.patching.patch import (
     find_location,
 )
 from ovpatch.patching.plan import PatchPlan, PatchRecord, SlotPlan, make_plan
-from ovpatch.patching.references import find_references, keeps_original, list_author_packages, match_packages
+from ovpatch.patching.references import (
+    find_references,
+    keeps_original,
+    list_author_packages,
+    match_packages,
+)
 from ovpatch.patching.slot import WRITE_LOCK, SlotWrite, write_reversibly
-from ovpatch.patching.target import Slot, call_after_import, get_namespace, is_module, resolve_target
+from ovpatch.patching.target import (
+    Slot,
+    call_after_import,
+    get_namespace,
+    is_module,
+    resolve_target,
+)
 from ovpatch.patching.wrapper_chain import Wrapper, WrapperChain, watch_for_torch
 
 _logger: Final = logging.getLogger("ovpatch.patching")
@@ -54,9 +65,13 @@ class PatchManager:
 
     def __init__(self) -> None:
         self._records: list[PatchRecord] = []  # in order of registration
-        self._chains: list[WrapperChain] = []  # of patched slots, including those that could not be restored yet
+        self._chains: list[
+            WrapperChain
+        ] = []  # of patched slots, including those that could not be restored yet
         self._numbers = itertools.count(1)
-        self._version = 0  # changes with every write, so that a plan can tell whether it is outdated
+        self._version = (
+            0  # changes with every write, so that a plan can tell whether it is outdated
+        )
 
     # --- declarations ---
 
@@ -91,9 +106,13 @@ class PatchManager:
             PatchError: The declaration itself is wrong.
         """
         number = next(self._numbers)
-        self._add(Patch(target, replacement, wrap, feature, optional, order, torch, why, expires, number))
+        self._add(
+            Patch(target, replacement, wrap, feature, optional, order, torch, why, expires, number)
+        )
 
-    def register_hook(self, name: str, install: Callable[[], Removable], *, feature: str = "", why: str = "") -> None:
+    def register_hook(
+        self, name: str, install: Callable[[], Removable], *, feature: str = "", why: str = ""
+    ) -> None:
         """Declare an official hook, which is preferred to a patch wherever one exists.
 
         Args:
@@ -121,13 +140,18 @@ class PatchManager:
             live = [record for record in selected if record.is_live]
             if live:
                 raise PatchError(
-                    f"{live[0].declared} is still {live[0].state.value}: call revert() before unregister()"
+                    f"{live[0].declared} is still {live[0].state.value}: call revert() before "
+                    "unregister()"
                 )
             self._records = [record for record in self._records if record not in selected]
 
     def _select(self, features: Sequence[str]) -> list[PatchRecord]:
         with WRITE_LOCK:
-            return [record for record in self._records if not features or record.declared.feature in features]
+            return [
+                record
+                for record in self._records
+                if not features or record.declared.feature in features
+            ]
 
     # --- apply and revert ---
 
@@ -188,7 +212,11 @@ class PatchManager:
         try:
             plan = self._carry_out(records, finished)
         except PatchError as error:
-            state = PatchState.FAILED if isinstance(error, TargetNotFoundError) else PatchState(error.state)
+            state = (
+                PatchState.FAILED
+                if isinstance(error, TargetNotFoundError)
+                else PatchState(error.state)
+            )
             with WRITE_LOCK:
                 for record in records:
                     if record.declared in error.patches and not record.wrappers:
@@ -202,7 +230,11 @@ class PatchManager:
         """Plan, build and write, again until no other thread interferes; see [Note: callbacks outside the lock]."""
         while True:
             with WRITE_LOCK:
-                records = [one for one in records if one in self._records and (one.waits_for or not finished)]
+                records = [
+                    one
+                    for one in records
+                    if one in self._records and (one.waits_for or not finished)
+                ]
                 self._restore_unshadowed()
                 version, chains = self._version, list(self._chains)
             plan = make_plan(records, chains, version, finished)
@@ -231,7 +263,12 @@ class PatchManager:
                 chain = one.chain
                 undo.callback(chain.activate(one.staged))
                 for slot in one.slots:
-                    written.append((chain.writes, write_reversibly(slot.owner, slot.name, chain.installed, undo)))
+                    written.append(
+                        (
+                            chain.writes,
+                            write_reversibly(slot.owner, slot.name, chain.installed, undo),
+                        )
+                    )
             written += _rebind_references(slot_plans, undo)
             undo.pop_all()  # all is written
         for writes, write in written:
@@ -245,7 +282,9 @@ class PatchManager:
         for one in plan.slot_plans:
             for record in one.records:
                 record.wrappers.append((one.chain, one.get_wrapper(record)))
-                record.shadowed_chains = [chain for chain in record.shadowed_chains if chain is not one.chain]
+                record.shadowed_chains = [
+                    chain for chain in record.shadowed_chains if chain is not one.chain
+                ]
                 record.location = find_location(one.chain.original)
                 self._set_applied(record)
         for record, handle in plan.handles:
@@ -302,7 +341,11 @@ class PatchManager:
         """Revert declarations, the last first; those that wait for an import stop waiting."""
         with WRITE_LOCK:
             self._version += 1
-            live = sorted([one for one in records if one.is_live], key=lambda one: one.applied_order, reverse=True)
+            live = sorted(
+                [one for one in records if one.is_live],
+                key=lambda one: one.applied_order,
+                reverse=True,
+            )
             for record in records:
                 record.waits_for = ()
             chains = self._remove_patches(live)
@@ -362,7 +405,9 @@ class PatchManager:
         self._version += 1
         self._chains = [chain for chain in self._chains if chain not in restored]
         for record in self._records:
-            record.shadowed_chains = [chain for chain in record.shadowed_chains if chain not in restored]
+            record.shadowed_chains = [
+                chain for chain in record.shadowed_chains if chain not in restored
+            ]
             if record.state is PatchState.SHADOWED and not record.shadowed_chains:
                 record.set_state(PatchState.REVERTED)
 
@@ -380,11 +425,18 @@ def _rebind_references(
     chains = [one.chain for one in slot_plans if is_module(one.chain.slot.owner)]
     if not chains:
         return []
-    wanted = {id(function): chain for chain in chains for function in (chain.original, chain.entry.function)}
-    is_author = {
-        id(chain): match_packages(list_author_packages(one.patch.source for one in chain.wrappers)) for chain in chains
+    wanted = {
+        id(function): chain
+        for chain in chains
+        for function in (chain.original, chain.entry.function)
     }
-    slots = {(id(slot.owner), slot.name) for one in slot_plans for slot in (one.chain.slot, *one.slots)}
+    is_author = {
+        id(chain): match_packages(list_author_packages(one.patch.source for one in chain.wrappers))
+        for chain in chains
+    }
+    slots = {
+        (id(slot.owner), slot.name) for one in slot_plans for slot in (one.chain.slot, *one.slots)
+    }
     written: list[tuple[list[SlotWrite], SlotWrite]] = []
     for module, name, found in list(find_references(wanted)):
         chain = wanted[found]
@@ -393,7 +445,9 @@ def _rebind_references(
             if of_author and (id(module), name) not in slots:
                 write_reversibly(module, name, chain.original, undo)
         elif not of_author and not keeps_original(module, chain.original):
-            written.append((chain.references, write_reversibly(module, name, chain.entry.function, undo)))
+            written.append(
+                (chain.references, write_reversibly(module, name, chain.entry.function, undo))
+            )
     return written
 
 

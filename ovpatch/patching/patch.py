@@ -140,7 +140,9 @@ class NamedFunction:
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         module, _, function = name.partition(":")
         if not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            raise DeclarationError(f"wrap={name!r} names no function: write it as 'package.module:function'")
+            raise DeclarationError(
+                f"wrap={name!r} names no function: write it as 'package.module:function'"
+            )
         # Conflicts and errors show a function by these two attributes.
         self.__module__ = module
         self.__qualname__ = function
@@ -150,7 +152,9 @@ class NamedFunction:
         """Return the function to call instead of the original."""
         function: Any = getattr(importlib.import_module(self.__module__), self.__qualname__)
         takes_options = "options" in inspect.signature(function).parameters
-        wrapper: Function = function(original, options=self._options) if takes_options else function(original)
+        wrapper: Function = (
+            function(original, options=self._options) if takes_options else function(original)
+        )
         return wrapper
 
     def __eq__(self, other: object) -> bool:
@@ -206,7 +210,9 @@ class PatchStatus(NamedTuple):
     reason: str = ""  # why it is in this state, unless that is obvious
     calls: int = 0  # eager calls that reached this patch; calls from compiled code are not counted, see ``traces``
     location: str = ""  # file and line of the stock function
-    rebound: tuple[str, ...] = ()  # references in other modules (``module.name``) that point to the patch
+    rebound: tuple[
+        str, ...
+    ] = ()  # references in other modules (``module.name``) that point to the patch
     why: str = ""  # why this target, as declared
     expires: str = ""  # when the patch can be deleted, as declared
     traces: int = 0  # how often ``torch.compile`` traced the patch into a graph
@@ -214,7 +220,12 @@ class PatchStatus(NamedTuple):
     @property
     def never_called(self) -> bool:
         """Whether the patch is in force and no call, eager or compiled, has reached it yet."""
-        return self.state is PatchState.APPLIED and self.kind != "hook" and not self.calls and not self.traces
+        return (
+            self.state is PatchState.APPLIED
+            and self.kind != "hook"
+            and not self.calls
+            and not self.traces
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as plain JSON data."""
@@ -248,7 +259,8 @@ class Patch:
                 )
         if self.torch is not None and not is_version_range(self.torch):
             raise DeclarationError(
-                f"torch={self.torch!r} of the patch of {self.target} is not a version range: write it as '>=2.11,<2.16'"
+                f"torch={self.torch!r} of the patch of {self.target} is not a version range: write "
+                "it as '>=2.11,<2.16'"
             )
 
     @property
@@ -297,7 +309,9 @@ class Hook:
 
     def __post_init__(self) -> None:
         if not callable(self.install):
-            raise DeclarationError(f"install of hook {self.name!r} is not callable: pass a function without arguments")
+            raise DeclarationError(
+                f"install of hook {self.name!r} is not callable: pass a function without arguments"
+            )
 
     def is_same_as(self, other: Patch | Hook) -> bool:
         """Whether both declare the same hook."""
@@ -362,8 +376,11 @@ def _check_callables(target: str, replacement: Any, wrap: Any) -> None:
             "register_patch(target, replacement) or register_patch(target, wrap=function)"
         )
     if wrap is not None and not callable(wrap):
-        raise DeclarationError(f"wrap= of {target} is not callable: pass a function that takes the original")
+        raise DeclarationError(
+            f"wrap= of {target} is not callable: pass a function that takes the original"
+        )
     if wrap is None and not (callable(replacement) or isinstance(replacement, _DESCRIPTORS)):
         raise DeclarationError(
-            f"the replacement of {target} is {replacement!r}, which is not callable: pass a function"
+            f"the replacement of {target} is {replacement!r}, which is not callable: pass a "
+            "function"
         )

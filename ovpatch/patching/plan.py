@@ -21,7 +21,15 @@ from ovpatch.patching.patch import (
 )
 from ovpatch.patching.references import keeps_original, list_author_packages, match_packages
 from ovpatch.patching.slot import read_slot, set_picklable_name
-from ovpatch.patching.target import ABSENT, MissingTarget, PendingTarget, Slot, format_owner, is_module, resolve_target
+from ovpatch.patching.target import (
+    ABSENT,
+    MissingTarget,
+    PendingTarget,
+    Slot,
+    format_owner,
+    is_module,
+    resolve_target,
+)
 from ovpatch.patching.wrapper_chain import Staged, Wrapper, WrapperChain
 
 _LIVE: Final = (PatchState.APPLIED, PatchState.PENDING)
@@ -32,11 +40,15 @@ class PatchRecord:
     """One declaration and its state; changes under the write lock."""
 
     declared: Patch | Hook  # the patch or hook
-    state: PatchState = PatchState.REGISTERED  # state at the last change; get_status() looks at the slot as well
+    state: PatchState = (
+        PatchState.REGISTERED
+    )  # state at the last change; get_status() looks at the slot as well
     reason: str = ""  # why it is in this state
     # The patch in its chains. The last one is current; older ones belong to code from before a reload.
     wrappers: list[tuple[WrapperChain, Wrapper]] = field(default_factory=list)
-    shadowed_chains: list[WrapperChain] = field(default_factory=list)  # not restored: another patch lies over them
+    shadowed_chains: list[WrapperChain] = field(
+        default_factory=list
+    )  # not restored: another patch lies over them
     handle: Removable | None = None  # handle of the installed hook
     waits_for: tuple[str, ...] = ()  # modules whose import may bring the target
     applied_order: int = 0  # position among all applied records; ``revert()`` goes backwards
@@ -49,7 +61,9 @@ class PatchRecord:
         """Whether there is something to revert."""
         return self.state in _LIVE or bool(self.wrappers)
 
-    def set_state(self, state: PatchState, reason: str = "", waits_for: tuple[str, ...] = ()) -> None:
+    def set_state(
+        self, state: PatchState, reason: str = "", waits_for: tuple[str, ...] = ()
+    ) -> None:
         """Change the state."""
         self.state, self.reason, self.waits_for = state, reason, waits_for
 
@@ -65,7 +79,11 @@ class PatchRecord:
         state, reason = self.state, self.reason
         last = self.wrappers[-1][0] if self.wrappers else None
         if state is PatchState.APPLIED and last is not None and not last.is_reached:
-            lost = f"{last.shadowed_by} took its place" if last.shadowed_by else "its module was executed again"
+            lost = (
+                f"{last.shadowed_by} took its place"
+                if last.shadowed_by
+                else "its module was executed again"
+            )
             state, reason = PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
         return PatchStatus(
             target=self.declared.name,
@@ -89,7 +107,11 @@ def find_chain(chains: Sequence[WrapperChain], slot: Slot) -> WrapperChain | Non
         if chain.slot.is_same(slot):
             if chain.is_reached:
                 return chain
-        elif chain.wrappers and of_modules and (slot.raw is chain.installed or slot.raw is chain.original):
+        elif (
+            chain.wrappers
+            and of_modules
+            and (slot.raw is chain.installed or slot.raw is chain.original)
+        ):
             return chain
     return None
 
@@ -126,7 +148,8 @@ class SlotPlan:
     def is_current(self) -> bool:
         """Whether the slots still hold what the planning found."""
         return all(
-            read_slot(slot.owner, slot.name) is (slot.raw if slot.inherited_from is None else ABSENT)
+            read_slot(slot.owner, slot.name)
+            is (slot.raw if slot.inherited_from is None else ABSENT)
             for slot in self.slots
         )
 
@@ -136,7 +159,9 @@ class SlotPlan:
 
     def check_conflicts(self) -> None:
         """Raise a PatchConflictError that names both, if the slot would have two replacements."""
-        replacements = [wrapper.patch for wrapper in self.chain.wrappers if wrapper.patch.kind == "replace"]
+        replacements = [
+            wrapper.patch for wrapper in self.chain.wrappers if wrapper.patch.kind == "replace"
+        ]
         for patch in map(_patch, self.records):
             if patch.kind == "replace" and replacements:
                 raise make_conflict_error(replacements[0], patch, self.chain.slot)
@@ -146,7 +171,9 @@ class SlotPlan:
         """Name the entry of a new chain so that it can be pickled."""
         if self.chain.writes:
             return
-        of_author = match_packages(list_author_packages(_patch(record).source for record in self.records))
+        of_author = match_packages(
+            list_author_packages(_patch(record).source for record in self.records)
+        )
         original = self.chain.original
         set_picklable_name(
             self.chain.entry.function,
@@ -163,9 +190,13 @@ class PatchPlan:
     finished: str = ""  # module whose import hook calls ``apply()``, if one does
     slot_plans: list[SlotPlan] = field(default_factory=list)  # patches to add, by slot
     hooks: list[tuple[PatchRecord, Hook]] = field(default_factory=list)  # hooks to install
-    handles: list[tuple[PatchRecord, Removable]] = field(default_factory=list)  # of the hooks that are installed
+    handles: list[tuple[PatchRecord, Removable]] = field(
+        default_factory=list
+    )  # of the hooks that are installed
     # Patches that are not applied, with state, reason and the modules that may bring the target.
-    not_applied: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(default_factory=list)
+    not_applied: list[tuple[PatchRecord, PatchState, str, tuple[str, ...]]] = field(
+        default_factory=list
+    )
     # Applied patches whose module was removed, with the modules that may bring it back.
     unloaded: list[tuple[PatchRecord, tuple[str, ...]]] = field(default_factory=list)
     # Wrappers that no call reaches any more, because their slot was overwritten.
@@ -174,7 +205,9 @@ class PatchPlan:
     @property
     def modules(self) -> list[str]:
         """Modules whose import may bring a target."""
-        waiting = [modules for _, modules in self.unloaded] + [modules for *_, modules in self.not_applied]
+        waiting = [modules for _, modules in self.unloaded] + [
+            modules for *_, modules in self.not_applied
+        ]
         return list(dict.fromkeys(name for modules in waiting for name in modules))
 
     def add(self, record: PatchRecord, chains: Sequence[WrapperChain]) -> None:
@@ -194,14 +227,18 @@ class PatchPlan:
             return
         mismatch = explain_torch_mismatch(patch.torch) if patch.torch else None
         if mismatch:
-            remedy = f"install a torch that fits, turn {patch} off, or register it with optional=True"
+            remedy = (
+                f"install a torch that fits, turn {patch} off, or register it with optional=True"
+            )
             self._refuse(record, f"{patch} cannot patch {patch.target}: {mismatch}; {remedy}")
             return
         chain = find_chain(chains, found)
         if all(where is not chain for where, _ in record.wrappers):
             self._add_to_slot(record, patch, found, chain)
 
-    def _add_absent(self, record: PatchRecord, patch: Patch, found: PendingTarget | MissingTarget) -> None:
+    def _add_absent(
+        self, record: PatchRecord, patch: Patch, found: PendingTarget | MissingTarget
+    ) -> None:
         if record.wrappers:  # the patched code is still alive although its module was removed
             self.unloaded.append((record, found.modules))
         elif isinstance(found, PendingTarget):
@@ -211,7 +248,9 @@ class PatchPlan:
         else:
             raise TargetNotFoundError(f"{patch}: {found.error}", patch)
 
-    def _add_to_slot(self, record: PatchRecord, patch: Patch, slot: Slot, chain: WrapperChain | None) -> None:
+    def _add_to_slot(
+        self, record: PatchRecord, patch: Patch, slot: Slot, chain: WrapperChain | None
+    ) -> None:
         try:
             slot_plan = self._get_slot_plan(slot, chain)
             if patch.wrap is None:
@@ -228,11 +267,16 @@ class PatchPlan:
 
     def _get_slot_plan(self, slot: Slot, chain: WrapperChain | None) -> SlotPlan:
         """Return the plan of a slot, and add the slot to it unless it holds the entry already."""
-        slot_plan = next((one for one in self.slot_plans if one.chain is chain or _share(one.chain.slot, slot)), None)
+        slot_plan = next(
+            (one for one in self.slot_plans if one.chain is chain or _share(one.chain.slot, slot)),
+            None,
+        )
         if slot_plan is None:
             slot_plan = SlotPlan(chain or WrapperChain(slot))
             self.slot_plans.append(slot_plan)
-        holds_entry = chain is not None and (slot.raw is chain.installed or chain.slot.is_same(slot))
+        holds_entry = chain is not None and (
+            slot.raw is chain.installed or chain.slot.is_same(slot)
+        )
         if not holds_entry and not any(known.is_same(slot) for known in slot_plan.slots):
             slot_plan.slots.append(slot)
         return slot_plan
@@ -258,11 +302,15 @@ class PatchPlan:
     def _stage(self, slot_plan: SlotPlan) -> None:
         while slot_plan.records:
             try:
-                slot_plan.staged = slot_plan.chain.stage_patches([_patch(record) for record in slot_plan.records])
+                slot_plan.staged = slot_plan.chain.stage_patches(
+                    [_patch(record) for record in slot_plan.records]
+                )
                 return
             except IncompatiblePatchError as error:
                 # The signature of a wrapper is known only after wrap has returned it.
-                record = next(record for record in slot_plan.records if record.declared in error.patches)
+                record = next(
+                    record for record in slot_plan.records if record.declared in error.patches
+                )
                 self._refuse(record, str(error))
                 slot_plan.records.remove(record)
 
@@ -285,7 +333,9 @@ def make_plan(
 
 def _share(one: Slot, other: Slot) -> bool:
     """Whether two slots share a chain: they are one slot, or two modules hold one function in them."""
-    return one.is_same(other) or (one.raw is other.raw and is_module(one.owner) and is_module(other.owner))
+    return one.is_same(other) or (
+        one.raw is other.raw and is_module(one.owner) and is_module(other.owner)
+    )
 
 
 def _patch(record: PatchRecord) -> Patch:
@@ -298,7 +348,8 @@ def _install(hook: Hook) -> Removable:
         handle = hook.install()
     except Exception as error:
         raise PatchError(
-            f"{hook} could not be installed: {error!r}. Nothing of this call is applied; correct it, or leave it out",
+            f"{hook} could not be installed: {error!r}. Nothing of this call is applied; correct "
+            "it, or leave it out",
             hook,
         ) from error
     if not callable(getattr(handle, "remove", None)):

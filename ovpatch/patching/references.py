@@ -25,7 +25,9 @@ Reference = tuple[types.ModuleType, str, int]
 def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
     """Yield ``(module, name, id)`` of every reference, in any module, to objects that the caller keeps alive."""
     wanted = set(ids)
-    for module in {id(module): module for module in list(sys.modules.values()) if is_module(module)}.values():
+    for module in {
+        id(module): module for module in list(sys.modules.values()) if is_module(module)
+    }.values():
         values = get_namespace(module)
         if wanted.isdisjoint(map(id, list(values.values()))):
             continue
@@ -83,7 +85,10 @@ def leads_to(value: Any, function: Any, original: Any) -> bool:
         return True
     if is_fresh_copy(value, original):
         return False
-    return any(one is function or _search(one, function) for one in _named_globals(unwrap_descriptor(value)))
+    return any(
+        one is function or _search(one, function)
+        for one in _named_globals(unwrap_descriptor(value))
+    )
 
 
 def is_fresh_copy(value: Any, original: Any) -> bool:

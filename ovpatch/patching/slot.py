@@ -15,7 +15,15 @@ from enum import Enum
 from typing import Any, Final
 
 from ovpatch.patching.patch import IncompatiblePatchError
-from ovpatch.patching.target import ABSENT, Owner, Slot, format_owner, get_namespace, is_class, is_module
+from ovpatch.patching.target import (
+    ABSENT,
+    Owner,
+    Slot,
+    format_owner,
+    get_namespace,
+    is_class,
+    is_module,
+)
 
 Function = Callable[..., Any]
 
@@ -52,7 +60,9 @@ def get_slot_kind(slot: Slot) -> SlotKind:
     """Return how Python reads the slot; raise IncompatiblePatchError if it cannot be patched."""
     kind = _CLASS_KINDS.get(type(slot.raw))
     if is_module(slot.owner):
-        kind = SlotKind.FUNCTION if kind is not None and type(slot.raw) not in _DESCRIPTORS else None
+        kind = (
+            SlotKind.FUNCTION if kind is not None and type(slot.raw) not in _DESCRIPTORS else None
+        )
     elif not callable(unwrap_descriptor(slot.raw)):
         kind = None
     if kind is None:
@@ -85,7 +95,9 @@ def _refusal(slot: Slot) -> str:
     named = f"{cls.__module__}.{cls.__qualname__}"
     if callable(slot.raw):
         return f"{slot.path} is an object of type {named}, not a plain function: patch '{named}.__call__' or its caller"
-    return f"{slot.path} is {slot.raw!r}, not a function or method: patch the functions that read it"
+    return (
+        f"{slot.path} is {slot.raw!r}, not a function or method: patch the functions that read it"
+    )
 
 
 def unwrap_descriptor(raw: Any) -> Any:
@@ -106,9 +118,11 @@ def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
 
 def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
     """Return a replacement's function; IncompatiblePatchError for another descriptor, or a property with a setter."""
-    wanted = {staticmethod: SlotKind.STATIC, classmethod: SlotKind.CLASSMETHOD, property: SlotKind.GETTER}.get(
-        type(replacement)
-    )
+    wanted = {
+        staticmethod: SlotKind.STATIC,
+        classmethod: SlotKind.CLASSMETHOD,
+        property: SlotKind.GETTER,
+    }.get(type(replacement))
     if wanted not in (None, kind):
         raise IncompatiblePatchError(
             f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: "
@@ -116,7 +130,10 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
             "function, the descriptor is kept"
         )
     accessors = getattr(slot.raw, "fset", None), getattr(slot.raw, "fdel", None)
-    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), accessors):
+    if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in (
+        (None, None),
+        accessors,
+    ):
         raise IncompatiblePatchError(
             f"the replacement of property {slot.path} brings a setter or deleter, and only the "
             "getter of a property "
@@ -180,7 +197,9 @@ def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleTy
 
 WRITE_LOCK: Final = threading.RLock()
 # A forked child has only the thread that forked: a lock held by another thread would stay locked.
-os.register_at_fork(before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release)
+os.register_at_fork(
+    before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
+)
 
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8

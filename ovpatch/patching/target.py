@@ -98,7 +98,9 @@ def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | Mi
             found = _walk(target, module, parts, length)
             unfinished = getattr(get_namespace(module).get("__spec__"), "_initializing", False)
             if isinstance(found, MissingTarget) and unfinished and module.__name__ != finished:
-                return PendingTarget((), f"{module.__name__} is still being imported: call apply() again after that")
+                return PendingTarget(
+                    (), f"{module.__name__} is still being imported: call apply() again after that"
+                )
             return found
     return _absent_package(target, parts)
 
@@ -116,7 +118,9 @@ def _absent_package(target: str, parts: list[str]) -> PendingTarget | MissingTar
     return PendingTarget(modules, f"{top} is not imported yet")
 
 
-def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> Slot | PendingTarget | MissingTarget:
+def _walk(
+    target: str, module: types.ModuleType, parts: list[str], at: int
+) -> Slot | PendingTarget | MissingTarget:
     owner: Owner = module
     imported = ".".join(parts[:at])
     for index in range(at, len(parts) - 1):
@@ -146,7 +150,9 @@ def _holders(owner: Owner) -> Iterable[Any]:
     return (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
 
 
-def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> PendingTarget | MissingTarget:
+def _absent(
+    target: str, owner: Owner, parts: list[str], index: int, imported: str
+) -> PendingTarget | MissingTarget:
     name = parts[index]
     submodule = f"{imported}.{name}"
     if is_module(owner) and "__path__" in get_namespace(owner) and _can_be_found(submodule):
@@ -155,11 +161,20 @@ def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: s
         return PendingTarget(_not_imported(below), f"{submodule} is not imported yet")
     kind = "module" if is_module(owner) else "class"
     reason = f"{kind} {format_owner(owner)} has no {name!r}"
-    names = {key for holder in _holders(owner) for key in list(get_namespace(holder)) if isinstance(key, str)}
+    names = {
+        key
+        for holder in _holders(owner)
+        for key in list(get_namespace(holder))
+        if isinstance(key, str)
+    }
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     lazy = is_module(owner) and "__getattr__" in get_namespace(owner)
-    remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
+    remedy = (
+        "name the module that defines it (this one makes its attributes on demand)"
+        if lazy
+        else "correct it"
+    )
     error = (
         f"{target} does not exist: {reason.rstrip('.')}.{hint} Nothing was created; {remedy}, or "
         "register the patch "
@@ -204,7 +219,9 @@ def _can_be_found(module: str) -> bool:
 # listener per module is registered for the whole process.
 _lock: Final = threading.Lock()
 # As for the write lock, see ovpatch.patching.slot.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 _listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
 
 
@@ -215,7 +232,9 @@ def call_after_import(module: str, listener: Listener) -> None:
     """
     if module in sys.modules:
         return
-    held = weakref.WeakMethod(listener) if isinstance(listener, types.MethodType) else lambda: listener
+    held = (
+        weakref.WeakMethod(listener) if isinstance(listener, types.MethodType) else lambda: listener
+    )
     with _lock:
         first = module not in _listeners
         known = _listeners.setdefault(module, [])

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Final
 
-from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable, unwrap_callable
+from ovpatch.patching.patch import (
+    IncompatiblePatchError,
+    Patch,
+    PatchError,
+    describe_callable,
+    unwrap_callable,
+)
 from ovpatch.patching.references import is_fresh_copy, leads_to
 from ovpatch.patching.slot import (
     SlotKind,
@@ -40,7 +46,10 @@ def compare_signatures(original: Callable[..., Any], new: Callable[..., Any]) ->
     """
     if _takes_anything(new):
         return None
-    old_parameters, new_parameters = _parameters(original), _parameters(_undisguised(new), follow=False)
+    old_parameters, new_parameters = (
+        _parameters(original),
+        _parameters(_undisguised(new), follow=False),
+    )
     if old_parameters is None or new_parameters is None:
         return None
     return _compare(old_parameters, new_parameters)
@@ -50,7 +59,11 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
     """Return whether a function takes nothing but ``*args`` and ``**kwargs``; without the cost of its signature."""
     code = getattr(function, "__code__", None)
     both = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    return code is not None and code.co_flags & both == both and not (code.co_argcount or code.co_kwonlyargcount)
+    return (
+        code is not None
+        and code.co_flags & both == both
+        and not (code.co_argcount or code.co_kwonlyargcount)
+    )
 
 
 def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +71,11 @@ def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, types.FunctionType):
         return function
     bare = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     bare.__kwdefaults__ = function.__kwdefaults__
     return bare
@@ -74,7 +91,9 @@ def _parameters(function: Callable[..., Any], *, follow: bool = True) -> list[Pa
 def _show_signature(function: Callable[..., Any]) -> str:
     """Return a function's parameters without annotations, which may be long."""
     found = inspect.signature(function)
-    bare = [parameter.replace(annotation=Parameter.empty) for parameter in found.parameters.values()]
+    bare = [
+        parameter.replace(annotation=Parameter.empty) for parameter in found.parameters.values()
+    ]
     return str(found.replace(parameters=bare, return_annotation=Parameter.empty))
 
 
@@ -214,7 +233,10 @@ def watch_for_torch() -> None:
     """Detect calls in traced code, now or as soon as torch is imported."""
     if _tracing.now is not _never:
         return
-    for module, is_here in (("torch.compiler", _torch_is_here), ("torch._dynamo.eval_frame", _dynamo_is_here)):
+    for module, is_here in (
+        ("torch.compiler", _torch_is_here),
+        ("torch._dynamo.eval_frame", _dynamo_is_here),
+    ):
         if module in sys.modules:
             is_here(module)
         else:
@@ -300,8 +322,14 @@ def _skip_wrapper(wrap: Function, wrapper: Function) -> None:
 
     What a decorator of another package returned shares its code with all other functions that this decorates.
     """
-    code, made_by = (getattr(unwrap_callable(function), "__code__", None) for function in (wrapper, wrap))
-    if code is not None and made_by is not None and code.co_filename.removesuffix(_HIDDEN) == made_by.co_filename:
+    code, made_by = (
+        getattr(unwrap_callable(function), "__code__", None) for function in (wrapper, wrap)
+    )
+    if (
+        code is not None
+        and made_by is not None
+        and code.co_filename.removesuffix(_HIDDEN) == made_by.co_filename
+    ):
         _skip_frames(code)
 
 
@@ -340,12 +368,20 @@ class WrapperChain:
     slot: Slot  # the slot before the patch
     kind: SlotKind = field(init=False)  # how Python reads the slot
     original: Function = field(init=False)  # the stock function
-    base: Function = field(init=False)  # what the innermost wrapper gets: the stock function, or a look-up of it
+    base: Function = field(
+        init=False
+    )  # what the innermost wrapper gets: the stock function, or a look-up of it
     entry: Dispatcher = field(init=False)  # dispatcher of the installed function
     installed: Any = field(init=False)  # the installed function in the slot's descriptor
-    wrappers: list[Wrapper] = field(default_factory=list, init=False)  # active patches, innermost first
-    writes: list[SlotWrite] = field(default_factory=list, init=False)  # slots that hold the installed function
-    references: list[SlotWrite] = field(default_factory=list, init=False)  # references in other modules that hold it
+    wrappers: list[Wrapper] = field(
+        default_factory=list, init=False
+    )  # active patches, innermost first
+    writes: list[SlotWrite] = field(
+        default_factory=list, init=False
+    )  # slots that hold the installed function
+    references: list[SlotWrite] = field(
+        default_factory=list, init=False
+    )  # references in other modules that hold it
 
     def __post_init__(self) -> None:
         self.kind = get_slot_kind(self.slot)
@@ -368,7 +404,11 @@ class WrapperChain:
             wrapper = known.get(patch)
             fresh = fresh or wrapper is None
             function = self._build(patch, below) if wrapper is None or fresh else wrapper.function
-            inner = Dispatcher(function, self.original) if fresh or not wrapper or not wrapper.inner else wrapper.inner
+            inner = (
+                Dispatcher(function, self.original)
+                if fresh or not wrapper or not wrapper.inner
+                else wrapper.inner
+            )
             staged.append((wrapper or Wrapper(patch, function), function, inner))
             below = inner.function
         outermost, function, _ = staged[-1]
@@ -388,7 +428,8 @@ class WrapperChain:
             ) from error
         if not callable(function):
             raise PatchError(
-                f"wrap of {patch} returned {function!r} for {patch.target}: it must return the wrapper, a function",
+                f"wrap of {patch} returned {function!r} for {patch.target}: it must return the "
+                "wrapper, a function",
                 patch,
             )
         self._check_signature(patch, function)
@@ -456,7 +497,9 @@ class WrapperChain:
     @property
     def rebound(self) -> tuple[str, ...]:
         """References in other modules that hold the entry now, as ``module.name``."""
-        held = [write for write in self.references if read_slot(write.owner, write.name) is write.new]
+        held = [
+            write for write in self.references if read_slot(write.owner, write.name) is write.new
+        ]
         return tuple(f"{format_owner(write.owner)}.{write.name}" for write in held)
 
     @property

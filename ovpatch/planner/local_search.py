@@ -55,7 +55,9 @@ class LocalSearch:
             first = [end[order[0]] - self.operations.duration[order[0]] for order in self.orders]
             before, self.cost = self.cost, cost
             self._keep(end)
-            if self.chained and before == math.inf:  # the first Fs of a step show how far apart ranks begin
+            if (
+                self.chained and before == math.inf
+            ):  # the first Fs of a step show how far apart ranks begin
                 offsets = [start - min(first) for start in first]
             else:
                 offsets = [clock - min(clocks) for clock in clocks]
@@ -66,19 +68,28 @@ class LocalSearch:
         self._end = end
         self._ends = [[end[operation] for operation in order] for order in self.orders]
         change = self.operations.change
-        self._held = [list(itertools.accumulate(change[operation] for operation in order)) for order in self.orders]
+        self._held = [
+            list(itertools.accumulate(change[operation] for operation in order))
+            for order in self.orders
+        ]
 
     def _sum_tails(self) -> list[list[float]]:
         """Return what a rank still computes from each position on."""
         duration = self.operations.duration
         tails = []
         for order in self.orders:
-            tail = list(itertools.accumulate((duration[operation] for operation in reversed(order)), initial=0.0))
+            tail = list(
+                itertools.accumulate(
+                    (duration[operation] for operation in reversed(order)), initial=0.0
+                )
+            )
             tail.reverse()
             tails.append(tail)
         return tails
 
-    def _run(self, end: list[float], positions: list[int], clocks: list[float], most: float) -> float | None:
+    def _run(
+        self, end: list[float], positions: list[int], clocks: list[float], most: float
+    ) -> float | None:
         """Run all ranks on from their positions.
 
         Args:
@@ -91,8 +102,18 @@ class LocalSearch:
             The time of the step, or None if it is longer than ``most``, or the orders deadlock.
         """
         operations = self.operations
-        orders, duration, source, lag = self.orders, operations.duration, operations.source, operations.lag
-        reader, rank_of, offsets, tails = operations.reader, operations.rank, self.offsets, self._tails
+        orders, duration, source, lag = (
+            self.orders,
+            operations.duration,
+            operations.source,
+            operations.lag,
+        )
+        reader, rank_of, offsets, tails = (
+            operations.reader,
+            operations.rank,
+            self.offsets,
+            self._tails,
+        )
         ready = list(range(operations.ranks))
         while ready:
             rank = ready.pop()
@@ -122,7 +143,11 @@ class LocalSearch:
         return max(clock - offset for clock, offset in zip(clocks, offsets, strict=True))
 
     def anneal(
-        self, effort: int, generator: random.Random, bound: float, report: Callable[[int, float], None]
+        self,
+        effort: int,
+        generator: random.Random,
+        bound: float,
+        report: Callable[[int, float], None],
     ) -> tuple[float, Orders]:
         """Move operations until the effort is spent or the bound is reached.
 
@@ -133,7 +158,10 @@ class LocalSearch:
         best, found = self.cost, [list(order) for order in self.orders]
         if best == math.inf:
             return best, found
-        unit = max(sum(map(operations.duration.__getitem__, order)) for order in self.orders) / operations.microbatches
+        unit = (
+            max(sum(map(operations.duration.__getitem__, order)) for order in self.orders)
+            / operations.microbatches
+        )
         draw = generator.random
         spent, next_report = 0, 0
         while spent < effort and best > bound * (1 + SAME):
@@ -149,7 +177,9 @@ class LocalSearch:
             if not 1 <= target < length:
                 continue
             temperature = unit * _HOT * (_COLD / _HOT) ** (spent / effort)
-            spent += self._try(rank, place, target, self.cost - temperature * math.log(draw() + 1e-12))
+            spent += self._try(
+                rank, place, target, self.cost - temperature * math.log(draw() + 1e-12)
+            )
             if self.cost < best * (1 - SAME):
                 best, found = self.cost, [list(order) for order in self.orders]
         report(effort, best)

@@ -47,7 +47,9 @@ class Costs:
     def __post_init__(self) -> None:
         """Check that all stages have costs."""
         if not len(self.forward) == len(self.backward) == len(self.weight):
-            raise ScheduleError("the numbers of costs for F, B and W differ. Give each stage one of each.")
+            raise ScheduleError(
+                "the numbers of costs for F, B and W differ. Give each stage one of each."
+            )
         if min((*self.forward, *self.backward, *self.weight), default=0.0) < 0:
             raise ScheduleError("a cost is below 0. Give times of at least 0.")
 
@@ -75,7 +77,9 @@ class Costs:
         """Return the time of a transfer between two ranks; 0 on one rank."""
         if sender == receiver:
             return 0.0
-        return self.send.get((sender, receiver), 0.0) if isinstance(self.send, Mapping) else self.send
+        return (
+            self.send.get((sender, receiver), 0.0) if isinstance(self.send, Mapping) else self.send
+        )
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,9 @@ def simulate(
     waiting, pending = Footprint(parts, nothing), Footprint(nothing, parts)
     return Simulation(
         step=step,
-        timeline=tuple(tuple(Timed(a, s - origin, e - origin) for a, s, e in line) for line in run.timeline),
+        timeline=tuple(
+            tuple(Timed(a, s - origin, e - origin) for a, s, e in line) for line in run.timeline
+        ),
         busy=tuple(sum(map(costs.time_of, order)) for order in schedule),
         peak_memory=tuple(peak_memory(order, footprint) for order in schedule),
         peak_activations=tuple(peak_memory(order, waiting) for order in schedule),
@@ -223,15 +229,21 @@ def peak_memory(order: Sequence[Action], footprint: Footprint) -> float:
 class _Run:
     """Steps one after the other; clocks, edges and slots go on from step to step."""
 
-    def __init__(self, schedule: Schedule, placement: Placement, costs: Costs, slots: int | None) -> None:
+    def __init__(
+        self, schedule: Schedule, placement: Placement, costs: Costs, slots: int | None
+    ) -> None:
         self.schedule, self.placement, self.costs, self.slots = schedule, placement, costs, slots
         self.clocks = [0.0] * len(schedule)
         self.steps = 0
         self.timeline: list[list[Timed]] = []
         self._messages = list_messages(schedule, placement)
-        self._edge_of = {message: edge for edge, messages in self._messages.items() for message in messages}
+        self._edge_of = {
+            message: edge for edge, messages in self._messages.items() for message in messages
+        }
         known = dict(enumerate(costs.overhead))
-        self._behind = [known.get(rank, 0.0) / max(1, len(order)) for rank, order in enumerate(schedule)]
+        self._behind = [
+            known.get(rank, 0.0) / max(1, len(order)) for rank, order in enumerate(schedule)
+        ]
         self._edges = {edge: _Edge(costs.send_time(*edge), slots) for edge in self._messages}
 
     def run_step(self) -> None:
@@ -267,7 +279,9 @@ class _Run:
                     "check_schedule names the rule that is broken."
                 )
 
-    def _arrival(self, action: Action, ends: Mapping[Action, float], numbers: Mapping[Action, int]) -> float | None:
+    def _arrival(
+        self, action: Action, ends: Mapping[Action, float], numbers: Mapping[Action, int]
+    ) -> float | None:
         """Return when the input of an action is there; None as long as that is unknown."""
         source = find_source(action, self.placement)
         if source is None:
@@ -276,7 +290,12 @@ class _Run:
         return ends.get(source) if edge is None else self._edges[edge].arrival(numbers[source])
 
     def _finish(
-        self, rank: int, action: Action, start: float, ends: dict[Action, float], numbers: Mapping[Action, int]
+        self,
+        rank: int,
+        action: Action,
+        start: float,
+        ends: dict[Action, float],
+        numbers: Mapping[Action, int],
     ) -> None:
         end = start + self.costs.time_of(action)
         self.clocks[rank] = end + self._behind[rank]

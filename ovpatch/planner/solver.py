@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ovpatch.overlap.pipelining.ir import Action, Kind, Placement, Schedule, ScheduleError
-from ovpatch.overlap.pipelining.orders import ORDERS, build_order, build_vee_blocks, build_vee_order, split_backwards
+from ovpatch.overlap.pipelining.orders import (
+    ORDERS,
+    build_order,
+    build_vee_blocks,
+    build_vee_order,
+    split_backwards,
+)
 from ovpatch.planner.local_search import SAME, LocalSearch
 from ovpatch.planner.simulator import Costs, Footprint, Simulation, peak_memory, simulate
 from ovpatch.planner.zero_bubble import (
@@ -82,13 +88,21 @@ class Problem:
     def simulate(self, schedule: Schedule) -> Simulation:
         """Simulate a schedule of this pipeline."""
         return simulate(
-            schedule, self.placement, self.costs, footprint=self.footprint, slots=self.slots, chained=self.chained
+            schedule,
+            self.placement,
+            self.costs,
+            footprint=self.footprint,
+            slots=self.slots,
+            chained=self.chained,
         )
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether each rank stays within its memory."""
         pairs = zip(schedule, self.limits, strict=True)
-        return all(peak_memory(order, self.held) <= limit + SAME * max(1.0, limit) for order, limit in pairs)
+        return all(
+            peak_memory(order, self.held) <= limit + SAME * max(1.0, limit)
+            for order, limit in pairs
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,11 @@ class Solution:
 
 
 def solve(
-    problem: Problem, *, effort: int = EFFORT, seed: int = 0, progress: Callable[[Progress], None] | None = None
+    problem: Problem,
+    *,
+    effort: int = EFFORT,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """Return the best schedule that is found within an effort; never slower than a fixed order that fits.
 
@@ -156,7 +174,10 @@ def share_solutions(solved: Sequence[tuple[Problem, Solution]]) -> list[Solution
     """
     solutions = [solution for _, solution in solved]
     return [
-        min([own, *(solution for solution in solutions if problem.fits(solution.schedule))], key=_read_step)
+        min(
+            [own, *(solution for solution in solutions if problem.fits(solution.schedule))],
+            key=_read_step,
+        )
         for problem, own in solved
     ]
 
@@ -169,10 +190,13 @@ def _check(problem: Problem) -> None:
     stages = len(problem.placement)
     if problem.microbatches < 1 or not stages:
         raise ScheduleError(
-            f"{stages} stages and {problem.microbatches} microbatches make no pipeline. Give 1 or more of both."
+            f"{stages} stages and {problem.microbatches} microbatches make no pipeline. Give 1 or "
+            "more of both."
         )
     if sorted(set(problem.placement)) != list(range(problem.ranks)):
-        raise ScheduleError(f"placement {tuple(problem.placement)} leaves out a rank. Give each rank a stage.")
+        raise ScheduleError(
+            f"placement {tuple(problem.placement)} leaves out a rank. Give each rank a stage."
+        )
     for name, numbers, wanted in (
         ("costs", problem.costs.forward, stages),
         ("footprints", problem.held.activations, stages),
@@ -181,7 +205,9 @@ def _check(problem: Problem) -> None:
         if len(numbers) != wanted:
             raise ScheduleError(f"there are {len(numbers)} {name} for {wanted}. Give one each.")
     if problem.keep_forward_order and problem.stock is None:
-        raise ScheduleError("the sequence of Fs to keep is unknown. Give the stock schedule as well.")
+        raise ScheduleError(
+            "the sequence of Fs to keep is unknown. Give the stock schedule as well."
+        )
 
 
 # --- bounds ---
@@ -198,13 +224,17 @@ def find_lower_bound(problem: Problem) -> float:
     lowest = [list(placement).index(rank) for rank in range(problem.ranks)]
 
     def sum_local(times: Sequence[float], rank: int) -> float:
-        return microbatches * sum(time for time, owner in zip(times, placement, strict=True) if owner == rank)
+        return microbatches * sum(
+            time for time, owner in zip(times, placement, strict=True) if owner == rank
+        )
 
     def way(times: Sequence[float], first: int, last: int, step: int) -> float:
         """Return the time from stage ``first`` up to ``last`` and its transfers, without ``last`` itself."""
         stages = range(first, last)
         edges = ((stage, stage + 1)[::step] for stage in stages)
-        sends = sum(costs.send_time(placement[sender], placement[receiver]) for sender, receiver in edges)
+        sends = sum(
+            costs.send_time(placement[sender], placement[receiver]) for sender, receiver in edges
+        )
         return sum(times[stage] for stage in stages) + sends
 
     bound = 0.0
@@ -251,10 +281,25 @@ def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
 def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
     """Yield ways of list scheduling, the promising ones first."""
-    bases = sorted({ranks, 2 * ranks, 2 * ranks - 1, ranks + 1, ranks + ranks // 2, 3 * ranks, ranks - 1, ranks // 2})
+    bases = sorted(
+        {
+            ranks,
+            2 * ranks,
+            2 * ranks - 1,
+            ranks + 1,
+            ranks + ranks // 2,
+            3 * ranks,
+            ranks - 1,
+            ranks // 2,
+        }
+    )
     seen = set()
-    for deep_first, slope, base in itertools.product((True, False), (2, 1, 0), (*bases, microbatches)):
-        warmup = tuple(float(min(microbatches, max(1, base - slope * rank))) for rank in range(ranks))
+    for deep_first, slope, base in itertools.product(
+        (True, False), (2, 1, 0), (*bases, microbatches)
+    ):
+        warmup = tuple(
+            float(min(microbatches, max(1, base - slope * rank))) for rank in range(ranks)
+        )
         if (deep_first, warmup) in seen:
             continue
         seen.add((deep_first, warmup))
@@ -267,7 +312,11 @@ def _keeps_sequences(operations: Operations, orders: Orders) -> bool:
     last: dict[int, int] = {}
     places = {}
     if operations.forwards is not None:
-        places = {operation: place for order in operations.forwards for place, operation in enumerate(order)}
+        places = {
+            operation: place
+            for order in operations.forwards
+            for place, operation in enumerate(order)
+        }
     for order in orders:
         for operation in order:
             sequence = operations.sequence[operation]
@@ -279,7 +328,9 @@ def _keeps_sequences(operations: Operations, orders: Orders) -> bool:
 
 
 class _Solver:
-    def __init__(self, problem: Problem, effort: int, seed: int, progress: Callable[[Progress], None] | None) -> None:
+    def __init__(
+        self, problem: Problem, effort: int, seed: int, progress: Callable[[Progress], None] | None
+    ) -> None:
         self.problem, self.effort, self.seed, self.progress = problem, effort, seed, progress
         self.operations = Operations(
             problem.placement,
@@ -307,7 +358,9 @@ class _Solver:
         if not self._is_done():
             self._search(starts)
         step, origin, schedule, simulation = self.best
-        return Solution(schedule, simulation, origin, min(self.bound, step), self.fixed, self.evaluations)
+        return Solution(
+            schedule, simulation, origin, min(self.bound, step), self.fixed, self.evaluations
+        )
 
     def _is_done(self) -> bool:
         return self.best is not None and self.best[0] <= self.bound * (1 + SAME)
@@ -406,7 +459,9 @@ class _Solver:
                 best, origin = min((self.best[0], self.best[1]), (cost, "search"))
                 self.progress(Progress(min(1.0, (spent + done) / self.effort), best, origin))
 
-        cost, found = search.anneal(effort, random.Random(f"{self.seed}/{number}"), self.bound, report)
+        cost, found = search.anneal(
+            effort, random.Random(f"{self.seed}/{number}"), self.bound, report
+        )
         self.evaluations += search.evaluations
         self._offer("search", self.operations.decode(found))
         return cost, found

@@ -18,7 +18,14 @@ from ovpatch.overlap.pipelining.orders import (
     split_backwards,
 )
 from ovpatch.planner.simulator import Costs, Simulation, simulate
-from ovpatch.planner.solver import Problem, Progress, Solution, find_lower_bound, share_solutions, solve
+from ovpatch.planner.solver import (
+    Problem,
+    Progress,
+    Solution,
+    find_lower_bound,
+    share_solutions,
+    solve,
+)
 
 _SOLVED: Final = "solved"
 _EARLY: Final = "1f1b, early sends"
@@ -28,7 +35,10 @@ _SETTINGS: Final = {
     "gpipe": {},
     "1f1b": {},
     _EARLY: {"OVPATCH_PIPELINE": "1"},
-    **{name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name} for name in ("zb-h1", "zb-h2")},
+    **{
+        name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
+        for name in ("zb-h1", "zb-h2")
+    },
     "zb-v": {"OVPATCH_PIPELINE": "1"},
     _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
     _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
@@ -85,7 +95,9 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
         for memory in memories:
             problem = Problem(placement, microbatches, costs, memory * whole)
             with contextlib.suppress(ScheduleError):  # too little memory for this placement: no row
-                found = solve(problem, progress=functools.partial(_tell_progress, progress, solved, total))
+                found = solve(
+                    problem, progress=functools.partial(_tell_progress, progress, solved, total)
+                )
                 limits.append(memory)
                 solutions.append((problem, found))
             solved += 1
@@ -95,7 +107,9 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
     return _answer(rows, bounds, unit=unit, whole=whole, most=max(memories))
 
 
-def _tell_progress(progress: Callable[[float], None], solved: int, total: int, now: Progress) -> None:
+def _tell_progress(
+    progress: Callable[[float], None], solved: int, total: int, now: Progress
+) -> None:
     progress((solved + now.done) / total)
 
 
@@ -105,7 +119,14 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
     if placement == "bidirectional":
         names = {False: _ONE_BY_ONE, True: _DOUBLED}
         return [
-            (name, split_backwards(build_bidirectional_order(ranks=ranks, microbatches=microbatches, doubles=doubles)))
+            (
+                name,
+                split_backwards(
+                    build_bidirectional_order(
+                        ranks=ranks, microbatches=microbatches, doubles=doubles
+                    )
+                ),
+            )
             for doubles, name in names.items()
         ]
     if placement != "straight":
@@ -144,7 +165,10 @@ def _answer(
     if best is not None:
         simulation = rows[best].simulation
         answer["timeline"] = [
-            [[a.kind.value, a.stage, a.microbatch, begin / unit, end / unit] for a, begin, end in line]
+            [
+                [a.kind.value, a.stage, a.microbatch, begin / unit, end / unit]
+                for a, begin, end in line
+            ]
             for line in simulation.timeline
         ]
         answer["picture"] = draw_text(simulation)

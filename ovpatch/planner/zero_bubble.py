@@ -56,7 +56,10 @@ class Operations:
         """Number the operations; arguments are those of :class:`ovpatch.planner.solver.Problem`."""
         self.placement, self.microbatches, self.stages = placement, microbatches, len(placement)
         self.ranks = max(placement) + 1
-        self.limit = [value + _ROUNDING * max(1.0, value) if math.isfinite(value) else value for value in limit]
+        self.limit = [
+            value + _ROUNDING * max(1.0, value) if math.isfinite(value) else value
+            for value in limit
+        ]
         microbatch_of = _sequences(self.stages, microbatches, stock)
         self.actions = [
             Action(kind, stage, microbatch)
@@ -81,12 +84,16 @@ class Operations:
                 self.reader[number[source]] = index
                 self.lag[index] = costs.send_time(placement[source.stage], placement[action.stage])
             if action.kind is not Kind.F:
-                self.needed[index] = number[action._replace(kind=Kind.F if action.kind is Kind.B else Kind.B)]
+                self.needed[index] = number[
+                    action._replace(kind=Kind.F if action.kind is Kind.B else Kind.B)
+                ]
             elif keep_forward_order:
                 self.sequence[index] = -1 - self.rank[index]
         self.forwards: list[list[int]] | None = None
         if keep_forward_order and stock is not None:
-            self.forwards = [[number[action] for action in order if action.kind is Kind.F] for order in stock]
+            self.forwards = [
+                [number[action] for action in order if action.kind is Kind.F] for order in stock
+            ]
 
     def encode(self, schedule: Schedule) -> Orders:
         """Return the numbers of a schedule; a full backward becomes a B and a W."""
@@ -113,7 +120,9 @@ class Operations:
         return True
 
 
-def _sequences(stages: int, microbatches: int, stock: Schedule | None) -> dict[tuple[int, Kind], list[int]]:
+def _sequences(
+    stages: int, microbatches: int, stock: Schedule | None
+) -> dict[tuple[int, Kind], list[int]]:
     """Return the microbatches of each stage and kind in stock's order; W goes as B does."""
     found: dict[tuple[int, Kind], list[int]] = defaultdict(list)
     for order in stock or ():
@@ -221,7 +230,10 @@ class _ZeroBubble(_State):
         self.choices = choices
         per_kind = operations.microbatches
         self.forward, self.backward, self.weight = (
-            [operations.duration[(stage * 3 + kind) * per_kind] for stage in range(operations.stages)]
+            [
+                operations.duration[(stage * 3 + kind) * per_kind]
+                for stage in range(operations.stages)
+            ]
             for kind in range(3)
         )
         self.grows = [operations.change[stage * 3 * per_kind] for stage in range(operations.stages)]
@@ -251,7 +263,10 @@ class _ZeroBubble(_State):
     def _place(self, stage: int, kind: int) -> bool:
         operation = self.following(stage, kind)
         arrival = self.arrival(operation)
-        if arrival is None or self.held[stage] + self.operations.change[operation] > self.operations.limit[stage]:
+        if (
+            arrival is None
+            or self.held[stage] + self.operations.change[operation] > self.operations.limit[stage]
+        ):
             return False
         self.run(operation, arrival)
         return True
@@ -276,7 +291,11 @@ class _ZeroBubble(_State):
         while self._pending(stage) and self.clock[stage] + self.weight[stage] <= arrival:
             self.run(self.following(stage, 2))
         hole = arrival - self.clock[stage]
-        if self._pending(stage) and hole > 0 and (self.choices.fill_small_holes or not self.prefers_hole(stage, hole)):
+        if (
+            self._pending(stage)
+            and hole > 0
+            and (self.choices.fill_small_holes or not self.prefers_hole(stage, hole))
+        ):
             self.run(self.following(stage, 2))
         return self._place(stage, kind)
 
@@ -289,8 +308,15 @@ class _ZeroBubble(_State):
         for stage in range(stages - 2, -1, -1):
             arrives = returned + operations.lag[(stage * 3 + 1) * microbatches]
             clock, held = self.clock[stage], self.held[stage]
-            while 1 + extras[stage] < microbatches and held + self.grows[stage] <= operations.limit[stage]:
-                late = clock + self.forward[stage] > arrives if self.choices.protect_first else clock >= arrives
+            while (
+                1 + extras[stage] < microbatches
+                and held + self.grows[stage] <= operations.limit[stage]
+            ):
+                late = (
+                    clock + self.forward[stage] > arrives
+                    if self.choices.protect_first
+                    else clock >= arrives
+                )
                 if late:
                     break
                 extras[stage] += 1
@@ -314,7 +340,9 @@ class _ZeroBubble(_State):
         operations = self.operations
         if self.following(stage, 0) < 0:
             return False
-        ahead = stage + 1 < operations.stages and self.done[stage * 3] >= self.done[stage * 3 + 3] + 2
+        ahead = (
+            stage + 1 < operations.stages and self.done[stage * 3] >= self.done[stage * 3 + 3] + 2
+        )
         if not self.choices.pause_forward or not ahead:
             return True
         lag = operations.lag[(stage * 3 + 1) * operations.microbatches]
@@ -336,7 +364,9 @@ class _ZeroBubble(_State):
 # --- Ws between given Fs and Bs ---
 
 
-def place_weights(operations: Operations, orders: Orders, *, fill_small_holes: bool) -> Orders | None:
+def place_weights(
+    operations: Operations, orders: Orders, *, fill_small_holes: bool
+) -> Orders | None:
     """Return orders with the Fs and Bs of ``orders`` in their sequence and Ws where ranks wait or memory is short.
 
     Args:
@@ -353,9 +383,13 @@ def place_weights(operations: Operations, orders: Orders, *, fill_small_holes: b
 class _WeightPlacement(_State):
     def __init__(self, operations: Operations, orders: Orders, fill_small_holes: bool) -> None:
         super().__init__(operations)
-        self.given = [[x for x in order if x // operations.microbatches % 3 < 2] for order in orders]
+        self.given = [
+            [x for x in order if x // operations.microbatches % 3 < 2] for order in orders
+        ]
         self.fill_small_holes = fill_small_holes
-        self.pending: list[list[int]] = [[] for _ in orders]  # stages whose W may run; that of the oldest B is last
+        self.pending: list[list[int]] = [
+            [] for _ in orders
+        ]  # stages whose W may run; that of the oldest B is last
 
     def build(self) -> Orders | None:
         positions = [0] * len(self.given)
@@ -376,7 +410,9 @@ class _WeightPlacement(_State):
                         self.pending[rank].insert(0, stage)
                     positions[rank] += 1
                     moved = True
-        if any(position < len(order) for position, order in zip(positions, self.given, strict=True)):
+        if any(
+            position < len(order) for position, order in zip(positions, self.given, strict=True)
+        ):
             return None
         for rank, stages in enumerate(self.pending):
             while stages:
@@ -395,7 +431,9 @@ class _WeightPlacement(_State):
         while pending:
             hole = arrival - self.clock[rank]
             fits = operations.duration[self.following(pending[-1], 2)] <= hole
-            if hole <= 0 or not (fits or self.fill_small_holes or not self.prefers_hole(rank, hole)):
+            if hole <= 0 or not (
+                fits or self.fill_small_holes or not self.prefers_hole(rank, hole)
+            ):
                 break
             self._run_weight(rank)
         return True
@@ -438,7 +476,10 @@ class _ListSchedule(_State):
         for stage, rank in enumerate(operations.placement):
             self.local[rank].append(stage)
         self.forwards_done = [0] * operations.ranks
-        first = [operations.change[stage * 3 * operations.microbatches] for stage in range(operations.stages)]
+        first = [
+            operations.change[stage * 3 * operations.microbatches]
+            for stage in range(operations.stages)
+        ]
         # An F leaves room for the later stages of its rank, without which its microbatch would never end.
         self.reserve = [
             sum(first[later] for later in self.local[rank] if later > stage)
@@ -466,7 +507,9 @@ class _ListSchedule(_State):
                 reader = operations.reader[operation]
                 if reader >= 0 and operations.rank[reader] in sleeping:
                     sleeping.discard(operations.rank[reader])
-                    heapq.heappush(queue, (self.clock[operations.rank[reader]], operations.rank[reader]))
+                    heapq.heappush(
+                        queue, (self.clock[operations.rank[reader]], operations.rank[reader])
+                    )
             elif math.isfinite(wake):
                 if self.orders[rank]:
                     self.idle[rank] += wake - self.clock[rank]
@@ -518,12 +561,20 @@ class _ListSchedule(_State):
 
     def _may_forward(self, rank: int, stage: int, operation: int) -> bool:
         operations = self.operations
-        if operations.forwards is not None and operations.forwards[rank][self.forwards_done[rank]] != operation:
+        if (
+            operations.forwards is not None
+            and operations.forwards[rank][self.forwards_done[rank]] != operation
+        ):
             return False
         in_flight = self.done[stage * 3] - self.done[stage * 3 + 1]
         if stage == self.local[rank][0] and in_flight >= self.priorities.warmup[rank]:
             return False
-        room = operations.limit[rank] - self.held[rank] - operations.change[operation] - self.reserve[stage]
+        room = (
+            operations.limit[rank]
+            - self.held[rank]
+            - operations.change[operation]
+            - self.reserve[stage]
+        )
         if room >= 0:
             return True
         freed = sum(

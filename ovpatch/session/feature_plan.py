@@ -50,7 +50,9 @@ def find_dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
     return found
 
 
-def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
+def find_conflicts(
+    features: Mapping[str, Feature], ranking: Sequence[Collection[str]]
+) -> dict[str, str]:
     """Return the features that cannot run together, each with the reason why it stays off.
 
     ``ranking`` has groups of names, the strongest first. Of two features in conflict the one in the stronger group
@@ -58,13 +60,18 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     """
     lost: dict[str, str] = {}
     pairs = combinations(features, 2)
-    for a, b in sorted(pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))):
+    for a, b in sorted(
+        pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))
+    ):
         in_conflict = b in features[a].conflicts or a in features[b].conflicts
         if not in_conflict or a in lost or b in lost:
             continue
         for loser, winner in ((a, b), (b, a)):
             if _rank(loser, ranking) >= _rank(winner, ranking):
-                lost[loser] = f"conflicts with {winner!r}; switch one of them off, for example by OVPATCH=-{winner}"
+                lost[loser] = (
+                    f"conflicts with {winner!r}; switch one of them off, for example by "
+                    f"OVPATCH=-{winner}"
+                )
     return lost
 
 
@@ -82,9 +89,15 @@ def find_unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> d
     while changed:
         changed = False
         for name, feature in features.items():
-            missing = [required for required in feature.requires if required not in features or required in lost]
+            missing = [
+                required
+                for required in feature.requires
+                if required not in features or required in lost
+            ]
             if missing and name not in lost:
-                lost[name] = "; ".join(_why_missing(required, reasons, lost) for required in missing)
+                lost[name] = "; ".join(
+                    _why_missing(required, reasons, lost) for required in missing
+                )
                 changed = True
     return lost
 
@@ -155,7 +168,11 @@ class FeaturePlan:
 
     def drop_unmet(self) -> list[str]:
         """Leave out features whose requirements are not on; returns their names."""
-        on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
+        on = {
+            n: e.feature
+            for n, e in self.records.items()
+            if e.state == "applied" and e.feature is not None
+        }
         refused = (e for e in self.records.values() if e.state not in (PLANNED, "applied"))
         reasons = {e.found.name: e.reason or e.state for e in refused}
         lost = find_unmet({**on, **self.get_planned()}, reasons)
@@ -174,18 +191,30 @@ class FeaturePlan:
         """Leave out all features because the call failed."""
         for record in self.records.values():
             if record.state in (PLANNED, "applied"):
-                record.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")
+                record.stand_down(
+                    "skipped", f"the call of apply() failed: {str(error) or repr(error)}"
+                )
 
     def check_requests(self) -> None:
         """Raise a FeatureError that names every required feature that cannot run, with its reason."""
-        refused = [e for e in self.records.values() if e.state not in _FINE and (e.request.by_name or self.strict)]
+        refused = [
+            e
+            for e in self.records.values()
+            if e.state not in _FINE and (e.request.by_name or self.strict)
+        ]
         if not refused:
             return
         lines = [f"{e.found.name} ({e.request.reason}) is {e.state}: {e.reason}" for e in refused]
         first = refused[0].found.name
-        how = "OVPATCH_STRICT or strict= makes any skip an error" if self.strict else "it was asked for by name"
+        how = (
+            "OVPATCH_STRICT or strict= makes any skip an error"
+            if self.strict
+            else "it was asked for by name"
+        )
         raise FeatureError(
-            "cannot apply " + "; ".join(lines) + f". Nothing was changed. {how[0].upper() + how[1:]}; remove the "
+            "cannot apply "
+            + "; ".join(lines)
+            + f". Nothing was changed. {how[0].upper() + how[1:]}; remove the "
             f"cause, or go on without it: OVPATCH=-{first}."
         )
 
@@ -214,7 +243,9 @@ def make_plan(
         if environment.third_party or plugin.first_party:
             request = settings.get_request(name, environment, asked, found)
         else:
-            request = FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
+            request = FeatureRequest(
+                False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0"
+            )
         plan.records[name] = record = FeatureRecord(plugin, request, PLANNED)
         if request.on is False and (request.enforced or name not in active):
             record.stand_down("disabled", request.reason)
@@ -254,13 +285,17 @@ def _noting_failure(record: FeatureRecord) -> Iterator[None]:
 
 def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> None:
     """Check the variables of all imported features and resolve their options."""
-    described = {name: record.feature for name, record in plan.records.items() if record.feature is not None}
+    described = {
+        name: record.feature for name, record in plan.records.items() if record.feature is not None
+    }
     own = {name for name, record in plan.records.items() if record.found.first_party}
     for name, reason in opts.find_clashes(described, own, plan.records).items():
         if plan.records[name].state == PLANNED:
             plan.records[name].stand_down("conflict", reason)
     variables = plan.environment.features
-    opts.check_variables(variables, described.values(), [name for name in plan.records if name not in described])
+    opts.check_variables(
+        variables, described.values(), [name for name in plan.records if name not in described]
+    )
     for name, feature in described.items():
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
@@ -274,7 +309,9 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
                 record.stand_down("failed", f"parsing its options raised {describe_error(error)}")
 
 
-def _check_machine(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:
+def _check_machine(
+    plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]
+) -> None:
     """Let each planned feature check this machine, unless it is on already with the same options."""
     for name in plan.get_planned():
         record = plan.records[name]
@@ -296,7 +333,9 @@ def _lacks_distributed(feature: Feature | None) -> list[str]:
         return []
     import torch  # not for a plan without such features
 
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
+    return (
+        [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
+    )
 
 
 def _lacks_packages(feature: Feature | None) -> list[str]:
@@ -306,7 +345,11 @@ def _lacks_packages(feature: Feature | None) -> list[str]:
         missing = find_missing_module(package.module)
         if missing:
             top = package.module.partition(".")[0]
-            lacks = f"there is no package {top!r}" if missing == top else f"package {top!r} has no module {missing!r}"
+            lacks = (
+                f"there is no package {top!r}"
+                if missing == top
+                else f"package {top!r} has no module {missing!r}"
+            )
             reasons.append(f"{lacks}: {package.remedy}")
     return reasons
 

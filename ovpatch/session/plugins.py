@@ -38,7 +38,9 @@ class FoundPlugin:
     # Whether the problem is that several distributions announce it.
     duplicate: bool = False
     remark: str = ""  # remark for the report
-    entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)  # the entry point itself
+    entry_point: EntryPoint | None = field(
+        default=None, repr=False, compare=False
+    )  # the entry point itself
 
     @property
     def first_party(self) -> bool:
@@ -61,7 +63,10 @@ def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
     for found in _announced(distributions() if path is None else distributions(path=path)):
         by_name.setdefault(found.name, []).append(found)
     chosen = [_choose(candidates) for candidates in by_name.values()]
-    return {found.name: found for found in sorted(chosen, key=lambda plugin: (not plugin.first_party, plugin.name))}
+    return {
+        found.name: found
+        for found in sorted(chosen, key=lambda plugin: (not plugin.first_party, plugin.name))
+    }
 
 
 def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
@@ -82,7 +87,9 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
                 yield _describe(distribution, name, metadata["Version"] or "unknown", entry_point)
 
 
-def _describe(distribution: Distribution, owner: str, version: str, entry_point: EntryPoint) -> FoundPlugin:
+def _describe(
+    distribution: Distribution, owner: str, version: str, entry_point: EntryPoint
+) -> FoundPlugin:
     name, problem = normalise_name(entry_point.name), ""
     if not NAME.fullmatch(name):
         problem = f"the entry point's name {name!r} is not a lower-case identifier"
@@ -107,7 +114,8 @@ def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
     if len(own) == 1:
         left_out = ", ".join(found.origin for found in candidates if not found.first_party)
         return replace(
-            own[0], remark=f"the plugin of the same name from {left_out} was left out; uninstall or rename it"
+            own[0],
+            remark=f"the plugin of the same name from {left_out} was left out; uninstall or rename it",
         )
     problem = f"announced by {both}; none is loaded. Uninstall or rename one of them"
     return replace(candidates[0], problem=problem, duplicate=True)
@@ -183,7 +191,9 @@ class Plugins:
             self._manager.register(plugin, name=found.name)
         except (pluggy.PluginValidationError, ValueError) as error:
             cause = " ".join(str(error).split()).rstrip(".")
-            raise PluginError(f"{found.target} does not fit the specification: {cause}. Correct its hook") from error
+            raise PluginError(
+                f"{found.target} does not fit the specification: {cause}. Correct its hook"
+            ) from error
 
     def _check_hooks(self, name: str, plugin: object) -> None:
         try:
@@ -200,15 +210,23 @@ class Plugins:
     def _describe(self, found: FoundPlugin) -> Feature:
         feature = self.call_hook(found.name, "ovpatch_feature")
         if not isinstance(feature, Feature):
-            raise PluginError(f"ovpatch_feature returned {type(feature).__name__}, not a Feature. Return a Feature")
+            raise PluginError(
+                f"ovpatch_feature returned {type(feature).__name__}, not a Feature. Return a "
+                "Feature"
+            )
         if feature.name != found.name:
-            raise PluginError(f"its feature is called {feature.name!r}, its entry point {found.name!r}: use one name")
+            raise PluginError(
+                f"its feature is called {feature.name!r}, its entry point {found.name!r}: use one "
+                "name"
+            )
         try:
             check_declaration(feature)
         except ValueError as error:
             raise PluginError(str(error)) from error
         if not is_version_range(feature.torch):
-            raise PluginError(f"torch={feature.torch!r} is not a version range: write it as '>=2.11,<2.16'")
+            raise PluginError(
+                f"torch={feature.torch!r} is not a version range: write it as '>=2.11,<2.16'"
+            )
         return feature
 
     def implements(self, name: str, hook: str) -> bool:
@@ -235,7 +253,9 @@ class Plugins:
             return tuple(str(text) for text in found or ())
         # A plugin's objects may raise any exception.
         except Exception as error:
-            raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts. Return a list") from error
+            raise PluginError(
+                f"{hook} returned {type(found).__name__}, not a list of texts. Return a list"
+            ) from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -249,5 +269,12 @@ def _check_marks(plugin: object) -> None:
     for name in dir(plugin):
         if name.startswith(_PREFIX):
             value = getattr(plugin, name, None)
-            if callable(value) and not isinstance(value, type) and not hasattr(value, f"{PROJECT}_impl"):
-                raise PluginError(f"{name!r} looks like a hook but is not marked with @hookimpl. Mark it, or rename it")
+            if (
+                callable(value)
+                and not isinstance(value, type)
+                and not hasattr(value, f"{PROJECT}_impl")
+            ):
+                raise PluginError(
+                    f"{name!r} looks like a hook but is not marked with @hookimpl. Mark it, or "
+                    "rename it"
+                )

@@ -28,7 +28,8 @@ _LABEL_WIDTH: Final = 13
 _PATCH_REMARK: Final = re.compile(r"\S+ is (pending|skipped|shadowed)\b")
 
 _NOTHING_ON_ONE: Final = (
-    "nothing to overlap on one process. Start the script on several ranks: torchrun --nproc-per-node 2 …"
+    "nothing to overlap on one process. Start the script on several ranks: torchrun "
+    "--nproc-per-node 2 …"
 )
 _NOTHING: Final = (
     "nothing was accelerated: the script used nothing that a feature patches "
@@ -46,7 +47,9 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None, full: bool = True) -> str:
+def format_report(
+    data: Mapping[str, Any], *, colour: bool = False, width: int | None = None, full: bool = True
+) -> str:
     """Return the table of a report in JSON types, of one process or merged.
 
     Args:
@@ -55,14 +58,20 @@ def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int |
         width: Columns; the width of the terminal by default.
         full: Whether to show counters that are zero.
     """
-    rows = [(row["name"], _get_shown_state(row), _list_details(row, full)) for row in data["features"]]
+    rows = [
+        (row["name"], _get_shown_state(row), _list_details(row, full)) for row in data["features"]
+    ]
     return render_table(_make_title(data), _HEADS, rows, colour=colour, width=width)
 
 
 def format_html(data: Mapping[str, Any]) -> str:
     """Return the table of a report as HTML."""
-    rows = [(row["name"], _get_shown_state(row), _list_details(row, True)) for row in data["features"]]
-    body = "".join(f"<tr>{''.join(f'<td>{_to_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    rows = [
+        (row["name"], _get_shown_state(row), _list_details(row, True)) for row in data["features"]
+    ]
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_to_html(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
     heads = "".join(f"<th>{head}</th>" for head in _HEADS)
     caption = _to_html(_make_title(data))
     return f"<table><caption>{caption}</caption><tr>{heads}</tr>{body}</table>"
@@ -81,7 +90,9 @@ def _to_html(text: str) -> str:
     return f'<div style="text-align: left">{lines}</div>'
 
 
-def summarise_report(data: Mapping[str, Any], command: str = "", *, width: int | None = None) -> str:
+def summarise_report(
+    data: Mapping[str, Any], command: str = "", *, width: int | None = None
+) -> str:
     """Return a merged report in three lines: gains, fallbacks and advice, and the next command.
 
     Features that the script has no use for are left out.
@@ -146,7 +157,9 @@ def _describe_row(row: Mapping[str, Any]) -> str:
     return describe_gains(row.get("gains", ()), most["counters"])
 
 
-def _list_fallbacks(rows: Iterable[Mapping[str, Any]], worked: Collection[Mapping[str, Any]]) -> Iterator[str]:
+def _list_fallbacks(
+    rows: Iterable[Mapping[str, Any]], worked: Collection[Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield the reasons for which features did less than they could have done for this script."""
     names = {row["name"] for row in worked}
     for row in rows:
@@ -217,7 +230,9 @@ def render_table(
     for head in heads:
         table.add_column(head, overflow="fold", justify="right" if head in right else "left")
     for row in rows:
-        cells = (Text(cell, style="red" if cell in TROUBLE else _COLOURS.get(cell, "")) for cell in row)
+        cells = (
+            Text(cell, style="red" if cell in TROUBLE else _COLOURS.get(cell, "")) for cell in row
+        )
         table.add_row(*cells)
     columns = width or shutil.get_terminal_size((120, 24)).columns
     console = Console(width=columns, force_terminal=colour, no_color=not colour, highlight=False)

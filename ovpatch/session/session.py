@@ -43,10 +43,14 @@ class _Registrar:
         # cause.
         self.is_open = True
 
-    def register_patch(self, target: str, replacement: Any = None, *, wrap: Any = None, **details: Any) -> None:
+    def register_patch(
+        self, target: str, replacement: Any = None, *, wrap: Any = None, **details: Any
+    ) -> None:
         if isinstance(wrap, str):
             wrap = NamedFunction(wrap, self._options)
-        self._manager.register_patch(target, replacement, wrap=wrap, feature=self._feature, **details)
+        self._manager.register_patch(
+            target, replacement, wrap=wrap, feature=self._feature, **details
+        )
 
     def register_hook(self, name: str, install: Any, *, why: str = "") -> None:
         self._manager.register_hook(name, install, feature=self._feature, why=why)
@@ -56,7 +60,10 @@ class _Registrar:
             self._manager.apply(self._feature)
         if not self.is_open:
             self._manager.revert(self._feature)
-            raise PatchError(f"feature {self._feature!r} has been turned off meanwhile; turn it on and start again")
+            raise PatchError(
+                f"feature {self._feature!r} has been turned off meanwhile; turn it on and start "
+                "again"
+            )
 
 
 class ActiveFeatures:
@@ -85,12 +92,16 @@ class ActiveFeatures:
                 self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as error:
                 cause = str(error).rstrip(".")
-                raise FeatureError(f"{name!r} cannot be turned off now and stays on: {cause}.") from error
+                raise FeatureError(
+                    f"{name!r} cannot be turned off now and stays on: {cause}."
+                ) from error
             left += self._take_back(name)
             del self.active[name]
             drop_failures(name)
         if left:
-            raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}. Remove it, or restart.")
+            raise FeatureError(
+                f"turned off, and yet something is left: {'; '.join(left)}. Remove it, or restart."
+            )
 
     def drop_unfinished(self) -> None:
         """Revert features that an interrupted call patched but did not activate."""
@@ -160,9 +171,13 @@ class ActiveFeatures:
         for name in plan.drop_unmet():
             self._withdraw(name)
 
-    def _fail(self, record: FeatureRecord, error: BaseException, cause: BaseException | None) -> None:
+    def _fail(
+        self, record: FeatureRecord, error: BaseException, cause: BaseException | None
+    ) -> None:
         state = cause.state if isinstance(cause, PatchError) else "failed"
-        record.stand_down(state, str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
+        record.stand_down(
+            state, str(error) if isinstance(error, (PluginError, PatchError)) else repr(error)
+        )
         self._withdraw(record.found.name)
 
     def _withdraw(self, name: str) -> None:
@@ -172,7 +187,9 @@ class ActiveFeatures:
         """
         for problem in self._take_back(name):
             logs.logger.error("%s", problem)
-        if not any(status.feature == name and status.state == "shadowed" for status in self.statuses()):
+        if not any(
+            status.feature == name and status.state == "shadowed" for status in self.statuses()
+        ):
             self._manager.unregister(name)
 
     def _take_back(self, name: str) -> list[str]:
@@ -215,7 +232,10 @@ class Session:
     def _exclusive(self) -> Iterator[None]:
         with self._lock:
             if self._busy:
-                raise RuntimeError("apply() or revert() was called from inside a plugin's hook; call it from outside")
+                raise RuntimeError(
+                    "apply() or revert() was called from inside a plugin's hook; call it from "
+                    "outside"
+                )
             self._busy = True
             try:
                 yield
@@ -238,14 +258,20 @@ class Session:
                 strict,
                 [_name(name) for name in asked],
                 self._with(options),
-                {name: record.found for name, record in self._features.active.items()} | plugins.find_plugins(),
+                {name: record.found for name, record in self._features.active.items()}
+                | plugins.find_plugins(),
                 self._features.plugins,
                 self._features.active,
                 ask_machine=ask_machine,
             )
 
     def apply(
-        self, asked: Iterable[str], options: Options | None, strict: bool | None, *, tolerant: bool = False
+        self,
+        asked: Iterable[str],
+        options: Options | None,
+        strict: bool | None,
+        *,
+        tolerant: bool = False,
     ) -> Report:
         """Turn features on; see :func:`ovpatch.apply`. With ``tolerant``, what cannot run is reported, not raised."""
         with self._exclusive():
@@ -268,12 +294,16 @@ class Session:
     def _with(self, options: Options | None) -> dict[str, dict[str, Any]]:
         """Return the options of all calls so far: an option that a call does not mention keeps its value."""
         merged = {name: dict(values) for name, values in self._arguments.items()}
-        for name, values in _normalised({} if options is None else options, "options=", "{feature: {option: value}}"):
+        for name, values in _normalised(
+            {} if options is None else options, "options=", "{feature: {option: value}}"
+        ):
             own = merged.setdefault(name, {})
             own.update(_normalised(values, f"options[{name!r}]", "{option: value}"))
         return merged
 
-    def _carry_out(self, plan: FeaturePlan, before: Mapping[str, FeatureRecord], tolerant: bool) -> None:
+    def _carry_out(
+        self, plan: FeaturePlan, before: Mapping[str, FeatureRecord], tolerant: bool
+    ) -> None:
         if not tolerant:
             plan.check_requests()
         try:
@@ -296,18 +326,30 @@ class Session:
         return [name for name in self._features.active if name in going]
 
     def _described(self) -> dict[str, Feature]:
-        return {name: record.feature for name, record in self._features.active.items() if record.feature is not None}
+        return {
+            name: record.feature
+            for name, record in self._features.active.items()
+            if record.feature is not None
+        }
 
     def _restore(self, before: Mapping[str, FeatureRecord]) -> None:
         """Restore the features that were active before a failed call."""
         try:
             self._features.drop_unfinished()
-            changed = [name for name, record in self._features.active.items() if before.get(name) is not record]
+            changed = [
+                name
+                for name, record in self._features.active.items()
+                if before.get(name) is not record
+            ]
             self._features.turn_off(changed)
-            lost = {name: record for name, record in before.items() if name not in self._features.active}
+            lost = {
+                name: record for name, record in before.items() if name not in self._features.active
+            }
             for record in lost.values():
                 record.state = PLANNED
-            self._features.turn_on(FeaturePlan(settings.read_environment(), False, {**self._features.active, **lost}))
+            self._features.turn_on(
+                FeaturePlan(settings.read_environment(), False, {**self._features.active, **lost})
+            )
         except FeatureError as error:
             logs.logger.error("while going back to the features of before: %s", error)
         for name in before:
@@ -330,7 +372,8 @@ class Session:
         named = [name for name in names if name in self._features.active]
         along = {dependent: name for name in named for dependent in find_dependents(name, features)}
         reasons = {
-            dependent: f"reverted together with {name!r}, which it requires" for dependent, name in along.items()
+            dependent: f"reverted together with {name!r}, which it requires"
+            for dependent, name in along.items()
         }
         reasons |= dict.fromkeys(named, "reverted")
         found = {name: self._features.active[name].found for name in reasons}
@@ -338,11 +381,15 @@ class Session:
             self._features.turn_off(reasons)
         finally:
             for name in [name for name in reasons if name not in self._features.active]:
-                self._records[name] = FeatureRecord(found[name], FeatureRequest(False), "disabled", reasons[name])
+                self._records[name] = FeatureRecord(
+                    found[name], FeatureRequest(False), "disabled", reasons[name]
+                )
                 self._arguments.pop(name, None)
 
     @contextmanager
-    def applied(self, asked: Iterable[str], options: Options | None, strict: bool | None) -> Iterator[Report]:
+    def applied(
+        self, asked: Iterable[str], options: Options | None, strict: bool | None
+    ) -> Iterator[Report]:
         """Turn features on for a block; see :func:`ovpatch.applied`."""
         before, arguments = dict(self._features.active), self._with(None)
         report = self.apply(asked, options, strict)
@@ -357,11 +404,15 @@ class Session:
             raise
         self._go_back(before, arguments)
 
-    def _go_back(self, before: Mapping[str, FeatureRecord], arguments: dict[str, dict[str, Any]]) -> None:
+    def _go_back(
+        self, before: Mapping[str, FeatureRecord], arguments: dict[str, dict[str, Any]]
+    ) -> None:
         with self._exclusive():
             self._revert_only([name for name in self._features.active if name not in before])
             self._arguments = arguments
-            if any(self._features.active.get(name) is not record for name, record in before.items()):
+            if any(
+                self._features.active.get(name) is not record for name, record in before.items()
+            ):
                 self._restore(before)
 
     def report(self, *, with_fits: bool = False) -> Report:
@@ -375,7 +426,8 @@ class Session:
             why = "apply() has not been called in this process"
             found = {} if self._records else plugins.find_plugins()
             known = self._records or {
-                name: FeatureRecord(plugin, FeatureRequest(None), "disabled", why) for name, plugin in found.items()
+                name: FeatureRecord(plugin, FeatureRequest(None), "disabled", why)
+                for name, plugin in found.items()
             }
             active = self._features.active
             records = {name: active.get(name, record) for name, record in known.items()}
@@ -399,7 +451,9 @@ class Session:
             # A plugin that fails must not cost the report of all features.
             with suppress(PluginError):
                 self._features.plugins.load_feature(off[name].found)
-                reason = self._features.plugins.call_hook(name, "ovpatch_fits", names=names, counters=counters)
+                reason = self._features.plugins.call_hook(
+                    name, "ovpatch_fits", names=names, counters=counters
+                )
                 if reason:
                     fits[name] = str(reason)
         return fits
@@ -414,7 +468,9 @@ class Session:
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
-        raise SettingsError(f"names are texts; got {name!r}. Give them one by one, as in apply('a', 'b').")
+        raise SettingsError(
+            f"names are texts; got {name!r}. Give them one by one, as in apply('a', 'b')."
+        )
     return normalise_name(name)
 
 
@@ -426,7 +482,9 @@ def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, A
     for key, value in values.items():
         name = _name(key)
         if name in seen:
-            raise SettingsError(f"{where} has {seen[name]!r} and {key!r}, which mean the same. Keep one of them.")
+            raise SettingsError(
+                f"{where} has {seen[name]!r} and {key!r}, which mean the same. Keep one of them."
+            )
         seen[name] = key
         yield name, value
 

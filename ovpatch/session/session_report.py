@@ -131,8 +131,12 @@ class Report:
             has_reason = feature.reason and feature.state != "disabled"
             why = f" ({feature.reason})" if has_reason else ""
             groups.setdefault(feature.state, []).append(feature.name + why)
-        lines = [f"{state} {', '.join(groups[state])}" for state in reversed(STATES) if state in groups]
-        return "; ".join(lines) or ("no features are installed (is the package installed, or only on the path?)")
+        lines = [
+            f"{state} {', '.join(groups[state])}" for state in reversed(STATES) if state in groups
+        ]
+        return "; ".join(lines) or (
+            "no features are installed (is the package installed, or only on the path?)"
+        )
 
     def gains(self) -> dict[str, str]:
         """Return the work of each feature that did any in this process, in words and units."""
@@ -170,7 +174,11 @@ def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
 
     Counters ``stock_…`` count calls that fell back to torch.
     """
-    return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
+    return any(
+        count
+        for name, count in counters.items()
+        if (name in work if work else not name.startswith("stock_"))
+    )
 
 
 def to_plain_data(value: Any) -> Any:
@@ -205,7 +213,11 @@ def make_report(
     for name, record in records.items():
         own = [patch for patch in patches if patch.feature == name]
         on = name in active
-        features.append(_active(record, plugins, own, torch) if on else _inactive(record, own, fits.get(name, "")))
+        features.append(
+            _active(record, plugins, own, torch)
+            if on
+            else _inactive(record, own, fits.get(name, ""))
+        )
     return Report(
         version=__version__,
         torch=torch,
@@ -253,7 +265,9 @@ def _inactive(record: FeatureRecord, patches: Sequence[PatchStatus], fits: str) 
     return replace(_row(record, state, reason, (), {}), fits=fits)
 
 
-def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
+def _active(
+    record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStatus], torch: str
+) -> FeatureReport:
     state, reason = _live_state(patches)
     counters, trouble = _counters(record.found.name, plugins)
     remarks = [
@@ -264,8 +278,14 @@ def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStat
         *_untested(record, torch),
     ]
     if state == "applied":
-        remarks += [_describe_patch(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
-        if idle := _idleness(counters, record.feature.work if record.feature is not None else (), patches):
+        remarks += [
+            _describe_patch(patch)
+            for patch in patches
+            if patch.state in ("pending", "skipped", "shadowed")
+        ]
+        if idle := _idleness(
+            counters, record.feature.work if record.feature is not None else (), patches
+        ):
             # Children of these start methods import the program again.
             ways = ("popen_spawn_posix", "popen_forkserver")
             spawned = any(f"multiprocessing.{way}" in sys.modules for way in ways)
@@ -273,7 +293,9 @@ def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStat
     return _row(record, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
-def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
+def _idleness(
+    counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]
+) -> str:
     """Return the remark on a feature that has done no work so far; "" if it has, or has no counters."""
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
     if did_work(counters, work) or not (counters or functions):
@@ -284,7 +306,11 @@ def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Seque
 
 
 def _row(
-    record: FeatureRecord, state: str, reason: str, remarks: tuple[str, ...], counters: Mapping[str, int]
+    record: FeatureRecord,
+    state: str,
+    reason: str,
+    remarks: tuple[str, ...],
+    counters: Mapping[str, int],
 ) -> FeatureReport:
     feature = record.feature
     return FeatureReport(
@@ -306,10 +332,15 @@ def _row(
 
 def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
     """Return the state of an active feature from its patches: one that waited for an import may have failed."""
-    by_state = {state: [patch for patch in patches if patch.state == state] for state in _LIVE_STATES}
+    by_state = {
+        state: [patch for patch in patches if patch.state == state] for state in _LIVE_STATES
+    }
     state = next((state for state, found in by_state.items() if found), "applied")
     # Pending or skipped patches mostly share a reason, such as a library that is not installed.
-    reasons = [patch.reason if state in ("pending", "skipped") else _describe_patch(patch) for patch in by_state[state]]
+    reasons = [
+        patch.reason if state in ("pending", "skipped") else _describe_patch(patch)
+        for patch in by_state[state]
+    ]
     return state, "" if state == "applied" else "; ".join(dict.fromkeys(reasons))
 
 

@@ -21,7 +21,16 @@ from ovpatch.session import worker_reports
 from ovpatch.session.session_report import Report
 
 _LAUNCHERS: Final = frozenset(
-    {"torchrun", "accelerate", "accelerate-launch", "deepspeed", "fabric", "lightning", "composer", "torchx"}
+    {
+        "torchrun",
+        "accelerate",
+        "accelerate-launch",
+        "deepspeed",
+        "fabric",
+        "lightning",
+        "composer",
+        "torchx",
+    }
 )
 _LAUNCHER_MODULES: Final = (
     "torch.distributed.run",
@@ -30,7 +39,11 @@ _LAUNCHER_MODULES: Final = (
     "accelerate.commands",
     "deepspeed.launcher",
 )
-_HELPERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch._inductor.compile_worker")
+_HELPERS: Final = (
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "torch._inductor.compile_worker",
+)
 
 
 def get_process_role(arguments: list[str] | None = None) -> str:
@@ -91,12 +104,17 @@ class _Reporter:
     def write(self, *, is_last: bool = False) -> None:
         """Write the current report. A missing directory, as on another machine, is no error."""
         if not self._directory.is_dir():
-            logger.debug("no directory %s here: this process does not report to `ovpatch run`", self._directory)
+            logger.debug(
+                "no directory %s here: this process does not report to `ovpatch run`",
+                self._directory,
+            )
             return
         data = subtract_report(self._make_report(with_fits=is_last).to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         data["finished"] = is_last
-        worked = any(count for feature in data["features"] for count in feature["counters"].values())
+        worked = any(
+            count for feature in data["features"] for count in feature["counters"].values()
+        )
         # Workers of a pool or data loader train nothing.
         if current_process().daemon and not worked:
             self.get_path().unlink(missing_ok=True)
@@ -172,7 +190,9 @@ def write_at_exit(write: Callable[[], None]) -> None:
     """
     if not _exit_actions:
         atexit.register(_run_exit_actions)
-        util.register_after_fork(_run_exit_actions, lambda run: util.Finalize(None, run, exitpriority=100))
+        util.register_after_fork(
+            _run_exit_actions, lambda run: util.Finalize(None, run, exitpriority=100)
+        )
         if parent_process() is not None:
             util.Finalize(None, _run_exit_actions, exitpriority=100)
     _exit_actions.append(write)
@@ -188,7 +208,9 @@ def subtract_report(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, 
     counted = {feature["name"]: feature["counters"] for feature in base.get("features", ())}
     for feature in data["features"]:
         before = counted.get(feature["name"], {})
-        feature["counters"] = {name: count - before.get(name, 0) for name, count in feature["counters"].items()}
+        feature["counters"] = {
+            name: count - before.get(name, 0) for name, count in feature["counters"].items()
+        }
     called = {(patch["feature"], patch["target"]): patch for patch in base.get("patches", ())}
     for patch in data["patches"]:
         earlier = called.get((patch["feature"], patch["target"]), {})
@@ -202,4 +224,6 @@ def write_failure(message: str) -> None:
     directory = os.environ.get(worker_reports.REPORT_DIR)
     if directory and Path(directory).is_dir() and get_process_role() == "worker":
         path = Path(directory) / f"failed-{os.getpid()}-{time.time_ns()}.json"
-        worker_reports.save_json(path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message})
+        worker_reports.save_json(
+            path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message}
+        )

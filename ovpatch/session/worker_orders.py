@@ -40,7 +40,11 @@ class Orders:
 
     def variables(self) -> dict[str, str]:
         """Return the orders as environment variables."""
-        data = {"worker": self.worker, "directory": str(self.directory.absolute()), "details": dict(self.details)}
+        data = {
+            "worker": self.worker,
+            "directory": str(self.directory.absolute()),
+            "details": dict(self.details),
+        }
         return {ORDERS_VARIABLE: json.dumps(data)}
 
 
@@ -72,8 +76,12 @@ def _sign_in_again(directory: Path) -> None:
 
 def register_process(directory: Path) -> None:
     """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
-    launched = {name.lower(): os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    launched = {
+        name.lower(): os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
     identity = {"pid": os.getpid(), "born": time.time(), **launched}
     save_json(directory / f"process-{os.getpid()}.json", identity)
     stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)  # keeps the file open
+    faulthandler.register(
+        STACKS_SIGNAL, file=stacks, all_threads=True, chain=False
+    )  # keeps the file open

@@ -40,8 +40,14 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     )
     counted = [(_identify(report), report) for report in _last_generation(ordered)]
     return _merge(counted) | {
-        "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
-        "unfinished": [owner["label"] for owner, _ in counted if owner["rank"] is not None and not owner["finished"]],
+        "processes": [
+            {"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered
+        ],
+        "unfinished": [
+            owner["label"]
+            for owner, _ in counted
+            if owner["rank"] is not None and not owner["finished"]
+        ],
     }
 
 
@@ -54,7 +60,9 @@ def join_reports(reports: Mapping[str, _Json]) -> dict[str, Any]:
     ]
     return _merge(owned) | {
         "processes": [process for report in reports.values() for process in report["processes"]],
-        "unfinished": [label for report in reports.values() for label in report.get("unfinished", ())],
+        "unfinished": [
+            label for report in reports.values() for label in report.get("unfinished", ())
+        ],
     }
 
 
@@ -63,7 +71,8 @@ def _merge(owned: Sequence[_Owned]) -> dict[str, Any]:
     reports = [report for _, report in owned]
     names = list(dict.fromkeys(part["name"] for report in reports for part in report["features"]))
     versions = {
-        key: ", ".join(dict.fromkeys(str(report[key]) for report in reports)) for key in ("version", "torch", "python")
+        key: ", ".join(dict.fromkeys(str(report[key]) for report in reports))
+        for key in ("version", "torch", "python")
     }
     return {
         **versions,
@@ -83,8 +92,15 @@ def _last_generation(reports: Sequence[_Json]) -> list[_Json]:
 
 
 def _merge_feature(name: str, owned: Sequence[_Owned]) -> dict[str, Any]:
-    parts = [(owner, part) for owner, report in owned for part in report["features"] if part["name"] == name]
-    absent = [owner for owner, report in owned if all(part["name"] != name for part in report["features"])]
+    parts = [
+        (owner, part)
+        for owner, report in owned
+        for part in report["features"]
+        if part["name"] == name
+    ]
+    absent = [
+        owner for owner, report in owned if all(part["name"] != name for part in report["features"])
+    ]
     state, reason = _merge_state(parts, absent)
     counters: Counter[str] = Counter()
     for _, part in parts:
@@ -132,20 +148,26 @@ def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) 
     A process without a rank, such as a parent or a fork server, may never import the target of a patch. Its pending
     patches are no difference.
     """
-    parts = [pair for pair in parts if pair[0]["rank"] is not None or pair[1]["state"] != "pending"] or parts
+    parts = [
+        pair for pair in parts if pair[0]["rank"] is not None or pair[1]["state"] != "pending"
+    ] or parts
     seen = {(part["state"], part["reason"]) for _, part in parts}
     if len(seen) == 1 and not absent:
         return next(iter(seen))
     states = {state for state, _ in seen} | ({"unavailable"} if absent else set())
     worst = min(states, key=STATES.index)
     if len(states) == 1:
-        return worst, "; ".join(dict.fromkeys(f"{process['label']}: {part['reason']}" for process, part in parts))
+        return worst, "; ".join(
+            dict.fromkeys(f"{process['label']}: {part['reason']}" for process, part in parts)
+        )
     owners: dict[str, list[str]] = {}
     for process, part in parts:
         what = part["state"] + (f" ({part['reason']})" if part["reason"] else "")
         owners.setdefault(what, []).append(process["label"])
     groups = [f"{what} on {', '.join(labels)}" for what, labels in owners.items()]
-    groups += [f"not installed on {', '.join(process['label'] for process in absent)}"] if absent else []
+    groups += (
+        [f"not installed on {', '.join(process['label'] for process in absent)}"] if absent else []
+    )
     return worst, "differs between processes: " + "; ".join(groups)
 
 
@@ -163,7 +185,9 @@ def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> lis
                 owners.setdefault(remark, []).append(process)
     total = len(parts)
     return [
-        remark if len(processes) == total else f"{remark} ({', '.join(process['label'] for process in processes)})"
+        remark
+        if len(processes) == total
+        else f"{remark} ({', '.join(process['label'] for process in processes)})"
         for remark, processes in owners.items()
     ]
 
@@ -172,10 +196,14 @@ def _merge_options(parts: Sequence[tuple[_Json, _Json]]) -> dict[str, Any]:
     """Return the options of the first process that has them; ``differs`` has the values of other processes."""
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, part in parts for name in part["options"]):
-        having = [(process, part["options"][name]) for process, part in parts if name in part["options"]]
+        having = [
+            (process, part["options"][name]) for process, part in parts if name in part["options"]
+        ]
         merged[name] = dict(having[0][1])
         if any(option["value"] != merged[name]["value"] for _, option in having):
-            merged[name]["differs"] = {process["label"]: option["value"] for process, option in having}
+            merged[name]["differs"] = {
+                process["label"]: option["value"] for process, option in having
+            }
     return merged
 
 
@@ -202,4 +230,7 @@ def save_json(path: Path, data: Any) -> None:
 
 def read_reports(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Return the contents of all files of a kind (``worker``, ``failed``) in a directory."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob(f"{kind}-*.json"))]
+    return [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(directory.glob(f"{kind}-*.json"))
+    ]

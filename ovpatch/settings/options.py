@@ -66,15 +66,25 @@ def _check_shape(feature: Feature) -> None:
     for option in feature.options:
         _check_all("the name of an option", (option.name,), str)
         _check_all(f"the aliases of option {option.name!r}", option.aliases, str)
-    kinds = {"summary": str, "default": bool, "torch": str, "reorders_products": bool, "distributed": bool}
+    kinds = {
+        "summary": str,
+        "default": bool,
+        "torch": str,
+        "reorders_products": bool,
+        "distributed": bool,
+    }
     for name, kind in kinds.items():
         value = getattr(feature, name)
         if not isinstance(value, kind):
-            raise ValueError(f"{name}= of the feature is {value!r}, not a {kind.__name__}: write one")
+            raise ValueError(
+                f"{name}= of the feature is {value!r}, not a {kind.__name__}: write one"
+            )
 
 
 def _check_all(what: str, values: Any, kind: type) -> None:
-    if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
+    if not isinstance(values, (tuple, list)) or not all(
+        isinstance(value, kind) for value in values
+    ):
         raise ValueError(f"{what} must be a tuple of {kind.__name__}, not {values!r}: write one")
 
 
@@ -84,11 +94,18 @@ def _check_default(option: Option) -> None:
         raise ValueError(f"option {option.name!r}: a default of type {kind} needs parse=: add it")
     for default in (option.default, option.default_unless_named, option.verified):
         if option.choices and default is not None and default not in option.choices:
-            raise ValueError(f"option {option.name!r}: the default {default!r} is not among its choices: add it there")
+            raise ValueError(
+                f"option {option.name!r}: the default {default!r} is not among its choices: add it "
+                "there"
+            )
 
 
 def resolve_options(
-    feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str], *, named: bool = True
+    feature: Feature,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    named: bool = True,
 ) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
@@ -103,12 +120,18 @@ def resolve_options(
         if name not in known:
             near = suggest_name(name, known)
             raise SettingsError(
-                f"Feature {feature.name!r} has no option {name!r}{near}. Choose one of {', '.join(sorted(known))}."
+                f"Feature {feature.name!r} has no option {name!r}{near}. Choose one of "
+                f"{', '.join(sorted(known))}."
             )
-    return {option.name: _resolve_one(feature.name, option, given, environment, named) for option in feature.options}
+    return {
+        option.name: _resolve_one(feature.name, option, given, environment, named)
+        for option in feature.options
+    }
 
 
-def _refuse_removed(feature: Feature, arguments: Collection[str], environment: Mapping[str, str]) -> None:
+def _refuse_removed(
+    feature: Feature, arguments: Collection[str], environment: Mapping[str, str]
+) -> None:
     for name, reason in feature.removed_options:
         variable = make_variable_name(feature.name, name)
         if name in arguments or variable in environment:
@@ -119,12 +142,24 @@ def _refuse_removed(feature: Feature, arguments: Collection[str], environment: M
 
 
 def _resolve_one(
-    feature: str, option: Option, arguments: Mapping[str, Any], environment: Mapping[str, str], named: bool
+    feature: str,
+    option: Option,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    named: bool,
 ) -> OptionValue:
     names = (option.name, *option.aliases)
     variables = [make_variable_name(feature, name) for name in names]
-    texts = [_Given(name, environment[name], f"environment {name}") for name in variables if name in environment]
-    calls = [_Given(f"option {feature}.{name}", arguments[name], ARGUMENT) for name in names if name in arguments]
+    texts = [
+        _Given(name, environment[name], f"environment {name}")
+        for name in variables
+        if name in environment
+    ]
+    calls = [
+        _Given(f"option {feature}.{name}", arguments[name], ARGUMENT)
+        for name in names
+        if name in arguments
+    ]
     # A value that is overridden is parsed as well, so that a typing error in it shows at once.
     parsed_calls = [(one, _convert(option, one)) for one in calls]
     parsed = [(one, _convert(option, one)) for one in texts] or parsed_calls
@@ -144,14 +179,20 @@ def _resolve_one(
 
 def _convert(option: Option, given: _Given) -> Any:
     try:
-        value = _parse(option, given.raw) if isinstance(given.raw, str) else _accept(option, given.raw)
+        value = (
+            _parse(option, given.raw) if isinstance(given.raw, str) else _accept(option, given.raw)
+        )
     except ValueError as error:
         cause = str(error).rstrip(".")
-        raise SettingsError(f"{given.place}={given.raw}: {cause}. Correct it or leave it out.") from error
+        raise SettingsError(
+            f"{given.place}={given.raw}: {cause}. Correct it or leave it out."
+        ) from error
     if option.choices and value not in option.choices:
         near = suggest_name(str(value), map(str, option.choices))
         choices = ", ".join(map(str, option.choices))
-        raise SettingsError(f"{given.place}={given.raw} is not a choice{near}. Choose one of {choices}.")
+        raise SettingsError(
+            f"{given.place}={given.raw} is not a choice{near}. Choose one of {choices}."
+        )
     return value
 
 
@@ -180,7 +221,10 @@ def _accept(option: Option, value: Any) -> Any:
         if type(value) in (int, float, bool):
             return option.parse(str(value))
         if type(value) is not kind:
-            raise ValueError(f"expected a value like {option.default!r}, or text as its variable has it, not {value!r}")
+            raise ValueError(
+                f"expected a value like {option.default!r}, or text as its variable has it, not "
+                f"{value!r}"
+            )
         return value
     if option.default is None:
         return value
@@ -196,7 +240,10 @@ def list_variables(feature: Feature) -> dict[str, str]:
     names = {make_variable_name(feature.name): f"the switch of feature {feature.name!r}"}
     for option in feature.options:
         for name in (option.name, *option.aliases):
-            names.setdefault(make_variable_name(feature.name, name), f"option {name!r} of feature {feature.name!r}")
+            names.setdefault(
+                make_variable_name(feature.name, name),
+                f"option {name!r} of feature {feature.name!r}",
+            )
     return names
 
 
@@ -206,7 +253,10 @@ def list_verified_variables(feature: Feature, environment: Mapping[str, str]) ->
         make_variable_name(feature.name, option.name): str(option.verified)
         for option in feature.options
         if option.verified is not None
-        and not any(make_variable_name(feature.name, name) in environment for name in (option.name, *option.aliases))
+        and not any(
+            make_variable_name(feature.name, name) in environment
+            for name in (option.name, *option.aliases)
+        )
     }
 
 
@@ -222,7 +272,9 @@ def check_variables(
     for name in environment:
         if name not in known and not name.startswith(passed):
             near = suggest_variable(name, known)
-            raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it.")
+            raise SettingsError(
+                f"Unknown environment variable {name}{near}. Unset it, or correct it."
+            )
 
 
 def find_clashes(
@@ -233,12 +285,16 @@ def find_clashes(
     ``OVPATCH_A_B_C`` is ``a``.``b_c`` and ``a_b``.``c``. Features that ovpatch ships keep the variable. ``known`` are
     all features: those that are not imported have a switch at least.
     """
-    owners: dict[str, list[tuple[str, str]]] = {name: [("", "a variable of ovpatch")] for name in RESERVED}
+    owners: dict[str, list[tuple[str, str]]] = {
+        name: [("", "a variable of ovpatch")] for name in RESERVED
+    }
     for name, feature in features.items():
         for var, meaning in list_variables(feature).items():
             owners.setdefault(var, []).append((name, meaning))
     for name in set(known) - set(features):
-        owners.setdefault(make_variable_name(name), []).append((name, f"the switch of feature {name!r}"))
+        owners.setdefault(make_variable_name(name), []).append(
+            (name, f"the switch of feature {name!r}")
+        )
     lost: dict[str, str] = {}
     for var, claims in owners.items():
         both = " and ".join(meaning for _, meaning in claims)

@@ -54,7 +54,9 @@ def parse_selection(text: str) -> Selection:
 def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
     alone = sorted(words & {*ON_WORDS, *OFF_WORDS, "all"})
     if alone:
-        raise SettingsError(f"OVPATCH={text}: {alone[0]!r} stands alone. Write it alone, or only names of features.")
+        raise SettingsError(
+            f"OVPATCH={text}: {alone[0]!r} stands alone. Write it alone, or only names of features."
+        )
     signed = [item for item in items if item[0] in "+-"]
     if signed and len(signed) != len(items):
         raise SettingsError(
@@ -104,11 +106,24 @@ VARIABLES: Final = (
         "OVPATCH",
         "`1` `on` `0` `off` `all` `a,b` `-c` `+c`",
         "`1`",
-        "Which features are on: the defaults, none, all, only these, or the defaults without or with these.",
+        "Which features are on: the defaults, none, all, only these, or the defaults without or "
+        "with these.",
     ),
-    Variable("OVPATCH_AUTO", "`0` `1`", "`0`", "Apply at the end of `import torch`, without a line in the script."),
-    Variable("OVPATCH_STRICT", "`0` `1`", "`0`", "Any feature that is on and cannot run is an error."),
-    Variable("OVPATCH_LOG", "`debug` `info` `warning` `error`", "unset", "Log to stderr from this level on."),
+    Variable(
+        "OVPATCH_AUTO",
+        "`0` `1`",
+        "`0`",
+        "Apply at the end of `import torch`, without a line in the script.",
+    ),
+    Variable(
+        "OVPATCH_STRICT", "`0` `1`", "`0`", "Any feature that is on and cannot run is an error."
+    ),
+    Variable(
+        "OVPATCH_LOG",
+        "`debug` `info` `warning` `error`",
+        "unset",
+        "Log to stderr from this level on.",
+    ),
     Variable(
         "OVPATCH_CACHE_DIR",
         "a path",
@@ -117,9 +132,24 @@ VARIABLES: Final = (
         "that cannot be written "
         "to is left alone.",
     ),
-    Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),
-    Variable("OVPATCH_REPORT_DIR", "a path", "unset", "Internal: `ovpatch run` sets it, workers report there."),
-    Variable("OVPATCH_INSIGHT", "JSON", "unset", "Internal: what `verify`, `bench` and `timeline` want of workers."),
+    Variable(
+        "OVPATCH_THIRD_PARTY",
+        "`0` `1`",
+        "`1`",
+        "`0` leaves out every plugin that ovpatch does not ship.",
+    ),
+    Variable(
+        "OVPATCH_REPORT_DIR",
+        "a path",
+        "unset",
+        "Internal: `ovpatch run` sets it, workers report there.",
+    ),
+    Variable(
+        "OVPATCH_INSIGHT",
+        "JSON",
+        "unset",
+        "Internal: what `verify`, `bench` and `timeline` want of workers.",
+    ),
 )
 RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
 
@@ -164,7 +194,8 @@ def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
     source = os.environ if environ is None else environ
     found = [(name, _corrected(name)) for name in source]
     return [
-        f"{name}={source[name]} does nothing here: no variable of ovpatch has this name (did you mean {better!r}?)"
+        f"{name}={source[name]} does nothing here: no variable of ovpatch has this name (did you "
+        f"mean {better!r}?)"
         for name, better in sorted(found)
         if better
     ]
@@ -176,7 +207,9 @@ def _corrected(name: str) -> str:
         return ""
     upper = name.upper()
     head, _, rest = upper.partition("_")
-    one_edit = SequenceMatcher(None, head, PREFIX).ratio() > 0.85  # a letter missing, added, replaced or swapped
+    one_edit = (
+        SequenceMatcher(None, head, PREFIX).ratio() > 0.85
+    )  # a letter missing, added, replaced or swapped
     if head != PREFIX and not one_edit:
         if not upper.replace("_", "").startswith(PREFIX):  # an underscore too many or too few
             return ""
@@ -201,7 +234,9 @@ def _flag(values: Mapping[str, str], name: str) -> bool | None:
 def _level(text: str) -> str:
     if text and text.lower() not in LOG_LEVELS:
         near = suggest_name(text.lower(), LOG_LEVELS)
-        raise SettingsError(f"OVPATCH_LOG={text} is no level{near}. Write one of {', '.join(LOG_LEVELS)}.")
+        raise SettingsError(
+            f"OVPATCH_LOG={text} is no level{near}. Write one of {', '.join(LOG_LEVELS)}."
+        )
     return text.lower()
 
 
@@ -221,7 +256,11 @@ def get_request(
     name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
 ) -> FeatureRequest:
     """Return whether the settings turn a feature on; ``asked`` are those named in the call, none for the defaults."""
-    selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
+    selection, own, said = (
+        environment.selection,
+        make_variable_name(name),
+        read_switch(environment, name, known),
+    )
     if selection.kind == "nothing":
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
     if said is False:
@@ -229,7 +268,9 @@ def get_request(
     if name in selection.without:
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
     if said or name in selection.names:
-        return FeatureRequest(True, by_name=True, reason=f"{own}=1" if said else f"OVPATCH={selection.text}")
+        return FeatureRequest(
+            True, by_name=True, reason=f"{own}=1" if said else f"OVPATCH={selection.text}"
+        )
     if selection.kind == "only":
         return FeatureRequest(False, enforced=True, reason=f"not named in OVPATCH={selection.text}")
     if name in asked:
@@ -237,14 +278,20 @@ def get_request(
     if selection.kind == "all":
         return FeatureRequest(True, reason="OVPATCH=all")
     return (
-        FeatureRequest(False, reason="not named in the call") if asked else FeatureRequest(None, reason="on by default")
+        FeatureRequest(False, reason="not named in the call")
+        if asked
+        else FeatureRequest(None, reason="on by default")
     )
 
 
-def check_names(environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]) -> None:
+def check_names(
+    environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]
+) -> None:
     """Raise a SettingsError for a feature that is not installed; it names the place and the nearest known name."""
     selection = environment.selection
-    places = [(f"OVPATCH={selection.text}", name) for name in (*selection.names, *selection.without)]
+    places = [
+        (f"OVPATCH={selection.text}", name) for name in (*selection.names, *selection.without)
+    ]
     places += [("the call", name) for name in asked]
     places += [("options=", name) for name in options]
     for place, name in places:
@@ -254,7 +301,9 @@ def check_names(environment: Environment, asked: Iterable[str], options: Iterabl
     for name in environment.features:
         if name not in own and not any(name.startswith(one + "_") for one in own):
             near = suggest_variable(name, own)
-            raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it: {_all(known)}")
+            raise SettingsError(
+                f"Unknown environment variable {name}{near}. Unset it, or correct it: {_all(known)}"
+            )
 
 
 def describe_unknown_feature(place: str, name: str, known: Collection[str]) -> str:

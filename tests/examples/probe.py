@@ -64,7 +64,9 @@ def train_both(
     return stock, patched, {feature["name"]: feature["counters"] for feature in features}
 
 
-def assert_same_training(stock: Trained, patched: Trained, *, ranks: int, steps: int, loss: str) -> None:
+def assert_same_training(
+    stock: Trained, patched: Trained, *, ranks: int, steps: int, loss: str
+) -> None:
     """Demand the same parameters behind each step on all ranks, which each step changes, and the same losses.
 
     Args:

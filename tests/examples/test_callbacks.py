@@ -20,7 +20,9 @@ GAINS = {"ddp": "1 model, 64 of 64 buckets reduced during backward"}
 
 @pytest.fixture
 def gains(monkeypatch):
-    monkeypatch.setattr(callbacks.ovpatch, "report", lambda: SimpleNamespace(gains=lambda: GAINS, features=()))
+    monkeypatch.setattr(
+        callbacks.ovpatch, "report", lambda: SimpleNamespace(gains=lambda: GAINS, features=())
+    )
     return {f"ovpatch/{name}": text for name, text in GAINS.items()}
 
 
@@ -51,6 +53,12 @@ def test_lightning_logs_gains_to_its_loggers(monkeypatch, gains):
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(pytorch=library))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", library)
     run, writer = SimpleNamespace(summary={}), Writer()
-    loggers = [SimpleNamespace(experiment=run), SimpleNamespace(experiment=writer), SimpleNamespace()]
-    callbacks.make_lightning_callback().on_train_end(SimpleNamespace(is_global_zero=True, loggers=loggers), None)
+    loggers = [
+        SimpleNamespace(experiment=run),
+        SimpleNamespace(experiment=writer),
+        SimpleNamespace(),
+    ]
+    callbacks.make_lightning_callback().on_train_end(
+        SimpleNamespace(is_global_zero=True, loggers=loggers), None
+    )
     assert run.summary == writer.texts == gains

@@ -19,7 +19,10 @@ STEPS = 8
 
 def run_of(name, losses=None, **kwargs):
     losses = losses or [5.0 - 0.1 * step for step in range(STEPS)]
-    entries = [{"step": i, "loss": loss, "grad_norm": 2 * loss, "ms": 10.0 + i} for i, loss in enumerate(losses)]
+    entries = [
+        {"step": i, "loss": loss, "grad_norm": 2 * loss, "ms": 10.0 + i}
+        for i, loss in enumerate(losses)
+    ]
     return demo.Run(name, [], entries, **kwargs)
 
 
@@ -33,7 +36,12 @@ def report():
     }  # fmt: skip
     patch = {"target": "torch.f", "feature": "ddp", "kind": "wrap", "state": "applied", "calls": 2}
     head = {"version": "1", "torch": "2", "python": "3"}
-    return {**head, "processes": [{"rank": 0}, {"rank": 1}], "features": [feature], "patches": [patch]}
+    return {
+        **head,
+        "processes": [{"rank": 0}, {"rank": 1}],
+        "features": [feature],
+        "patches": [patch],
+    }
 
 
 @pytest.fixture
@@ -91,7 +99,9 @@ def test_no_report_is_no_patch(report):
 
 def test_a_worker_missing_from_the_report_is_named(report):
     del report["features"][0]["processes"][1]
-    assert demo.check_report(report, 2) == ["the worker of rank 1 was not patched: it is not in the report"]
+    assert demo.check_report(report, 2) == [
+        "the worker of rank 1 was not patched: it is not in the report"
+    ]
 
 
 def test_a_worker_whose_feature_is_off_is_named_with_the_reason(report):
@@ -143,7 +153,9 @@ def test_an_empty_report_fails_without_a_table(main, report):
 
 def test_a_run_that_hangs_is_ended(out, monkeypatch):
     monkeypatch.setattr(demo, "STALL_S", 0.3)
-    run = demo.train("stock", [sys.executable, "-c", "import time; time.sleep(60)"], {}, STEPS, quiet())
+    run = demo.train(
+        "stock", [sys.executable, "-c", "import time; time.sleep(60)"], {}, STEPS, quiet()
+    )
     assert run.seconds < 30
     assert "hung" in demo.check_run(run, STEPS)[0]
 
@@ -230,7 +242,9 @@ def test_single_runs_are_not_compared_by_their_times(main):
 
 
 def test_main_fails_when_losses_disagree(main):
-    status, text, _ = main([], {"stock": run_of("stock"), "patched": run_of("patched", [5.0] * STEPS)})
+    status, text, _ = main(
+        [], {"stock": run_of("stock"), "patched": run_of("patched", [5.0] * STEPS)}
+    )
     assert status == 1
     assert "FAILED: loss differs" in text
 
@@ -252,7 +266,9 @@ def test_main_measures_the_order_of_sums_on_more_than_two_ranks(main, report):
     report["features"][0]["processes"].append({**report["features"][0]["processes"][0], "rank": 2})
     nearly = run_of("patched")
     nearly.records[5] = {**nearly.records[5], "loss": nearly.records[5]["loss"] + 5e-7}
-    status, _, calls = main(["--nproc=3"], {"stock": run_of("s"), "patched": nearly, "reordered": run_of("r")})
+    status, _, calls = main(
+        ["--nproc=3"], {"stock": run_of("s"), "patched": nearly, "reordered": run_of("r")}
+    )
     assert (status, [name for name, *_ in calls]) == (0, ["stock", "patched", "reordered"])
     assert calls[2][2]["OVPATCH"] == "0"
 
@@ -260,14 +276,19 @@ def test_main_measures_the_order_of_sums_on_more_than_two_ranks(main, report):
 def test_main_with_optimizer_state_by_parts(main, report):
     """Nothing is clipped in either run; losses are bitwise equal, and norms but for their last bits."""
     nearly = run_of("patched")
-    nearly.records[5] = {**nearly.records[5], "grad_norm": nearly.records[5]["grad_norm"] * (1 + 1e-7)}
+    nearly.records[5] = {
+        **nearly.records[5],
+        "grad_norm": nearly.records[5]["grad_norm"] * (1 + 1e-7),
+    }
     runs = {"stock": run_of("stock"), "patched": nearly}
     argv = ["--features=+dist_optimizer"]
     status, text, _ = main(argv, runs)
     assert status == 1
     assert "FAILED: the feature dist_optimizer made no step" in text
     counters = {"steps": 3, "state_bytes": 2**24, "state_bytes_whole": 2**25}
-    report["features"].append({**report["features"][0], "name": "dist_optimizer", "counters": counters})
+    report["features"].append(
+        {**report["features"][0], "name": "dist_optimizer", "counters": counters}
+    )
     status, text, calls = main(argv, runs)
     assert (status, [call[2].get("OVPATCH") for call in calls]) == (0, ["0", "+dist_optimizer"])
     assert all("--clip=0" in command for _, command, _ in calls)

@@ -30,7 +30,9 @@ def run() -> Iterator[Run]:
     server = Server(*HEAVY)
 
     def run(*arguments: str, ranks: int = 2, report: Path | None = None) -> list[tuple[str, str]]:
-        done = server.torchrun(ranks, SCRIPT, *SMALL, *arguments, report=report, timeout=240).check()
+        done = server.torchrun(
+            ranks, SCRIPT, *SMALL, *arguments, report=report, timeout=240
+        ).check()
         return STEP.findall(done.stdout)
 
     yield run
@@ -44,8 +46,14 @@ def test_losses_are_those_of_the_whole_model(tmp_path: Path, run: Run) -> None:
     assert [int(step) for step, _ in expected] == [0, 1, 2, 3]
     assert float(expected[3][1]) < float(expected[0][1]), "it trains"
     assert plain == expected
-    (pipeline,) = (one for one in json.loads(file.read_text())["features"] if one["name"] == "pipeline")
-    steps = [process["counters"]["steps"] for process in pipeline["processes"] if any(process["counters"].values())]
+    (pipeline,) = (
+        one for one in json.loads(file.read_text())["features"] if one["name"] == "pipeline"
+    )
+    steps = [
+        process["counters"]["steps"]
+        for process in pipeline["processes"]
+        if any(process["counters"].values())
+    ]
     assert steps == [4, 4]
     pytest.importorskip("accelerate")
     assert run("--loop=accelerate", "--placement=vee") == expected

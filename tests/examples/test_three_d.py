@@ -15,7 +15,14 @@ from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "three_d.py"
 STEPS, MICROBATCHES = 2, 3
-SMALL = [f"--steps={STEPS}", f"--microbatches={MICROBATCHES}", "--layers=2", "--width=16", "--context=8", "--rows=1"]
+SMALL = [
+    f"--steps={STEPS}",
+    f"--microbatches={MICROBATCHES}",
+    "--layers=2",
+    "--width=16",
+    "--context=8",
+    "--rows=1",
+]
 
 pytestmark = pytest.mark.slow
 
@@ -37,5 +44,7 @@ def test_verify_passes(tmp_path):
     options = ["--features=pipeline", "--steps=2", "--json", str(file)]
     verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
     command = [*preloaded(ranks=8), str(SCRIPT), *SMALL]
-    scripts.run([*verify, *command], env={"OVPATCH_PIPELINE_SCHEDULE": "zb-h1"}, timeout=400).check()
+    scripts.run(
+        [*verify, *command], env={"OVPATCH_PIPELINE_SCHEDULE": "zb-h1"}, timeout=400
+    ).check()
     assert json.loads(file.read_text())["verdict"] == "bitwise equal"

@@ -29,7 +29,11 @@ def losses(result: scripts.Result) -> list[float]:
 def test_all_features_train_the_same(tmp_path, forks):
     args, report = [*SMALL, "--steps=3", "--accumulate=2"], tmp_path / "report.json"
     stock = losses(forks.torchrun(4, SCRIPT, *args, env={"OVPATCH": "0"}, timeout=240))
-    patched = losses(forks.torchrun(4, SCRIPT, *args, env={"OVPATCH": FEATURES, **DIVIDED}, report=report, timeout=240))
+    patched = losses(
+        forks.torchrun(
+            4, SCRIPT, *args, env={"OVPATCH": FEATURES, **DIVIDED}, report=report, timeout=240
+        )
+    )
     assert len(stock) == 3
     assert patched == pytest.approx(stock, abs=2e-4)
     features = {feature["name"]: feature for feature in json.loads(report.read_text())["features"]}

@@ -31,7 +31,9 @@ class Job:
         log, report = (self.folder / f"{name}.{suffix}" for suffix in ("jsonl", "report"))
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
         if launched:
-            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=["--report", str(report)], timeout=240).check()
+            scripts.torchrun(
+                2, demo.SCRIPT, *arguments, ovpatch=["--report", str(report)], timeout=240
+            ).check()
         else:
             how = {"report": report} if patched else {"env": {"OVPATCH": "0"}}
             self.forks.torchrun(2, demo.SCRIPT, *arguments, timeout=240, **how).check()
@@ -53,7 +55,9 @@ def stock(job):
 
 @pytest.fixture(scope="module")
 def patched(job):
-    return job.train("patched", f"--checkpoint={job.folder}/patched.pt", patched=True, launched=True)
+    return job.train(
+        "patched", f"--checkpoint={job.folder}/patched.pt", patched=True, launched=True
+    )
 
 
 def test_losses_and_gradient_norms_are_bitwise_equal(stock, patched):
@@ -66,11 +70,16 @@ def test_both_workers_were_patched_and_their_buckets_overlapped(job, patched):
 
 
 def test_checkpoints_are_equal_in_keys_shapes_types_and_bits(job, stock, patched):
-    a, b = (torch.utils._pytree.tree_flatten_with_path(job.checkpoint(name))[0] for name in ("stock", "patched"))
+    a, b = (
+        torch.utils._pytree.tree_flatten_with_path(job.checkpoint(name))[0]
+        for name in ("stock", "patched")
+    )
     assert [path for path, _ in a] == [path for path, _ in b]
     for (path, x), (_, y) in zip(a, b, strict=True):
         assert type(x) is type(y), path
-        assert (x.dtype == y.dtype and torch.equal(x, y)) if isinstance(x, torch.Tensor) else x == y, path
+        assert (
+            (x.dtype == y.dtype and torch.equal(x, y)) if isinstance(x, torch.Tensor) else x == y
+        ), path
 
 
 def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
@@ -84,8 +93,24 @@ def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
 
 def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
     log = tmp_path / "log"
-    args = [*SIZE, "--layers=1", "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
-    alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"))
+    args = [
+        *SIZE,
+        "--layers=1",
+        "--steps=2",
+        "--compile=aot_eager",
+        "--dtype=bfloat16",
+        f"--log-file={log}",
+    ]
+    alone = dict.fromkeys(
+        (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "TORCHELASTIC_RUN_ID",
+        )
+    )
     forks.torchrun(1, demo.SCRIPT, *args, env=alone, timeout=240).check()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
 

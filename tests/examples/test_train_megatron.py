@@ -19,7 +19,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_megatron.py"
 STEPS, MICROBATCHES = 3, 3
 SMALL = ["--layers=2", "--width=32", "--context=16", "--batch-size=2", "--device=cpu"]
 LINE = [str(SCRIPT), *SMALL, f"--steps={STEPS}", f"--microbatches={MICROBATCHES}"]
-HEAVY = ("megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer")
+HEAVY = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+)
 SCHEDULE = {"OVPATCH_MEGATRON_PIPELINE_SCHEDULE": "zb-h1"}
 
 pytestmark = [pytest.mark.slow, needs("megatron")]
@@ -39,12 +43,16 @@ def check_counters(counters: dict[str, Any]) -> None:
     assert counters["stock_calls"] == 0
     assert counters["models"] == 4
     assert counters["pipeline_steps"] == 4 * STEPS, "of both stages' two ranks"
-    assert counters["weight_grads"] == 2 * (4 + 1) * MICROBATCHES * delayed, "linears of a layer, and the output layer"
+    assert counters["weight_grads"] == 2 * (4 + 1) * MICROBATCHES * delayed, (
+        "linears of a layer, and the output layer"
+    )
     assert counters["early_sends"] == 2 * (MICROBATCHES - 1) * delayed, "one backward is behind"
 
 
 def test_it_trains_to_stocks_bits(tmp_path, forks):
-    stock, patched, counters = train_both(forks, tmp_path, 4, LINE, {"OVPATCH": "megatron", **SCHEDULE})
+    stock, patched, counters = train_both(
+        forks, tmp_path, 4, LINE, {"OVPATCH": "megatron", **SCHEDULE}
+    )
     assert_same_training(stock, patched, ranks=4, steps=STEPS, loss=r"loss (\S+)")
     check_counters(counters["megatron"])
 

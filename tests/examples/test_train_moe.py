@@ -17,7 +17,11 @@ from tests.support.rarely import RARELY
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
 SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=2"]
 STEP = re.compile(r"step +(\d+)  loss (\S+)")
-HEAVY = ("transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.distributed.fsdp")
+HEAVY = (
+    "transformers",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "torch.distributed.fsdp",
+)
 
 pytestmark = [pytest.mark.slow, needs("transformers")]
 
@@ -43,15 +47,30 @@ def test_it_trains_the_same(tmp_path, forks):
     assert stock[1][1] < stock[0][1], "it trains"
     for (_, ours), (_, theirs) in zip(patched, stock, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4)
-    (experts,) = (one for one in json.loads(file.read_text())["features"] if one["name"] == "pipe_experts")
-    calls = [process["counters"]["calls"] for process in experts["processes"] if any(process["counters"].values())]
+    (experts,) = (
+        one for one in json.loads(file.read_text())["features"] if one["name"] == "pipe_experts"
+    )
+    calls = [
+        process["counters"]["calls"]
+        for process in experts["processes"]
+        if any(process["counters"].values())
+    ]
     assert len(calls) == 2
     assert min(calls) >= 11
 
 
 def verified(tmp_path, forks, *arguments):
     file = tmp_path / "verify.json"
-    verify = [sys.executable, "-m", "ovpatch", "verify", "--features=pipe_experts", "--steps=2", "--json", str(file)]
+    verify = [
+        sys.executable,
+        "-m",
+        "ovpatch",
+        "verify",
+        "--features=pipe_experts",
+        "--steps=2",
+        "--json",
+        str(file),
+    ]
     command = [*verify, "--", *forks.command(2), str(SCRIPT), *SMALL, "--steps=2", *arguments]
     scripts.run(command, timeout=400).check()
     return json.loads(file.read_text())
@@ -66,5 +85,13 @@ def test_verify_passes(tmp_path, forks):
 
 @RARELY
 def test_verify_passes_in_half_precision(tmp_path, forks):
-    found = verified(tmp_path, forks, "--dtype=bfloat16", "--layers=3", "--width=64", "--context=64", "--batch-size=8")
+    found = verified(
+        tmp_path,
+        forks,
+        "--dtype=bfloat16",
+        "--layers=3",
+        "--width=64",
+        "--context=64",
+        "--batch-size=8",
+    )
     assert found["verdict"] == "equal within noise", found

@@ -31,7 +31,9 @@ def test_verify_passes(tmp_path):
     file = tmp_path / "verify.json"
     options = ["--features=tp_linear", "--steps=3", "--json", str(file)]
     verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
-    scripts.run([*verify, *preloaded(ranks=2), str(SCRIPT), *SMALL, "--steps=4"], timeout=400).check()
+    scripts.run(
+        [*verify, *preloaded(ranks=2), str(SCRIPT), *SMALL, "--steps=4"], timeout=400
+    ).check()
     found = json.loads(file.read_text())
     assert found["verdict"] == "equal within noise", found
     assert found["noise"]["rerun"] == "all bits equal"

@@ -18,13 +18,22 @@ from tests.support.pool import Pool
 
 def main() -> int:
     """Run the cells of the command line; return 1 if one failed."""
-    parser = argparse.ArgumentParser(description="Run cells of the matrix of habits, or random combinations.")
+    parser = argparse.ArgumentParser(
+        description="Run cells of the matrix of habits, or random combinations."
+    )
     parser.add_argument("cells", nargs="*", help="HABIT+HABIT/FEATURE+FEATURE/wRANKS[/SEED]")
     parser.add_argument("--list", action="store_true", help="print all habits")
     parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="run random combinations")
     parser.add_argument("--seed", type=int, default=1, help="of the first random combination")
-    parser.add_argument("--ranks", type=int, default=2, help="on how many ranks random combinations run")
-    parser.add_argument("--only", default="", metavar="WORD", help="a habit whose name holds it is in each combination")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="on how many ranks random combinations run"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORD",
+        help="a habit whose name holds it is in each combination",
+    )
     options = parser.parse_args()
     if options.list:
         for name, loop in load_habits().items():
@@ -34,7 +43,9 @@ def main() -> int:
     try:
         if options.fuzz:
             return run_random_cells(pool, options.fuzz, options.seed, options.ranks, options.only)
-        return max(map(int, [print_cell(pool, Cell.parse(text)) for text in options.cells]), default=0)
+        return max(
+            map(int, [print_cell(pool, Cell.parse(text)) for text in options.cells]), default=0
+        )
     finally:
         pool.close()
 
@@ -56,7 +67,9 @@ def run_random_cells(pool: Pool, seconds: float, seed: int, world: int, word: st
     found = fuzz(pool, count_seeds(seconds, seed), world, word)
     print(found.table())
     print(
-        "\nstock raised:", *(f"{count:6} {error}" for error, count in found.errors.most_common(20) if count), sep="\n"
+        "\nstock raised:",
+        *(f"{count:6} {error}" for error, count in found.errors.most_common(20) if count),
+        sep="\n",
     )
     return int(bool(found.failures))
 

@@ -12,9 +12,15 @@ from tests.habits.loop import Choice, Loop, habit
 class clip_norm(Loop):
     """``clip_grad_norm_`` between the backward and the step; the norm is logged."""
 
-    __params = Choice(lambda loop: loop.params, lambda loop: loop.model.parameters(), lambda loop: loop.params[::2])
+    __params = Choice(
+        lambda loop: loop.params,
+        lambda loop: loop.model.parameters(),
+        lambda loop: loop.params[::2],
+    )
     __max_norm = Choice(0.05, 100.0)
-    __kwargs = Choice({}, {"foreach": True}, {"foreach": False}, {"norm_type": 1.0}, {"norm_type": float("inf")})
+    __kwargs = Choice(
+        {}, {"foreach": True}, {"foreach": False}, {"norm_type": 1.0}, {"norm_type": float("inf")}
+    )
 
     def reduced(self, step):
         super().reduced(step)
@@ -75,7 +81,9 @@ class clip_in_a_step_hook(Loop):
     def ready(self):
         super().ready()
         self.opt.register_step_pre_hook(
-            lambda opt, *_: nn.utils.clip_grad_value_([p for g in opt.param_groups for p in g["params"]], 0.01)
+            lambda opt, *_: nn.utils.clip_grad_value_(
+                [p for g in opt.param_groups for p in g["params"]], 0.01
+            )
         )
 
 

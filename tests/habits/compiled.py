@@ -19,7 +19,10 @@ class _Compiled(Loop):
 
     def last(self):
         super().last()
-        frames = sorted(f"{metrics.co_name}, {bool(metrics.recompile_reason)}" for metrics in get_compilation_metrics())
+        frames = sorted(
+            f"{metrics.co_name}, {bool(metrics.recompile_reason)}"
+            for metrics in get_compilation_metrics()
+        )
         self.see("compiled", [*frames, sum(counters["graph_break"].values())])
 
 

@@ -42,11 +42,22 @@ EXPECTED: Final = (
         "a norm is summed over shards, in another order",
         allow=1e-4,
     ),
-    Expected(("expanded_gradient",), "kernels for contiguous gradients round differently", allow=1e-6, is_rare=True),
     Expected(
-        ("fused",), "fused kernels round the last elements of a tensor differently, and a shard has others", allow=1e-4
+        ("expanded_gradient",),
+        "kernels for contiguous gradients round differently",
+        allow=1e-6,
+        is_rare=True,
     ),
-    Expected(("bfloat16_layer",), "shards are updated in another chunking of bfloat16 kernels", allow=0.15),
+    Expected(
+        ("fused",),
+        "fused kernels round the last elements of a tensor differently, and a shard has others",
+        allow=1e-4,
+    ),
+    Expected(
+        ("bfloat16_layer",),
+        "shards are updated in another chunking of bfloat16 kernels",
+        allow=0.15,
+    ),
     Expected(
         ("rmsprop",),
         "centered divides by the root of a difference, which may be close to zero",
@@ -55,14 +66,28 @@ EXPECTED: Final = (
     ),
     # - Nothing to reduce
     Expected(("all_local",), "no gradient is reduced", idle=_REDUCER),
-    Expected(("comm_hook", "own_comm_hook"), "a hook reduces buckets of the C++ reducer", idle=_REDUCER),
+    Expected(
+        ("comm_hook", "own_comm_hook"), "a hook reduces buckets of the C++ reducer", idle=_REDUCER
+    ),
     Expected(("join",), "join() shadows the collectives of the C++ reducer", idle=_REDUCER),
     # - Nothing to shard
     Expected(("ddp_alone", "default_options"), "the feature is off", idle=_SHARDING),
     Expected(("default_size",), "one variant shards no parameter of this size", idle=_SHARDING),
-    Expected(("update_by_hand", "update_by_foreach", "step_in_hooks"), "no optimizer steps all", idle=_SHARDING),
-    Expected(("main_parameters_by_hand",), "the optimizer has parameters without a wrapper", idle=_SHARDING),
-    Expected(("lbfgs", "zero_redundancy", "own_optimizer", "lamb"), "updates need full parameters", idle=_SHARDING),
+    Expected(
+        ("update_by_hand", "update_by_foreach", "step_in_hooks"),
+        "no optimizer steps all",
+        idle=_SHARDING,
+    ),
+    Expected(
+        ("main_parameters_by_hand",),
+        "the optimizer has parameters without a wrapper",
+        idle=_SHARDING,
+    ),
+    Expected(
+        ("lbfgs", "zero_redundancy", "own_optimizer", "lamb"),
+        "updates need full parameters",
+        idle=_SHARDING,
+    ),
     Expected(
         ("twice_backward", "two_forwards_and_backwards", "save_and_restore_gradients"),
         "another backward adds to gradients that are already reduced",
@@ -74,7 +99,11 @@ EXPECTED: Final = (
         idle=_SHARDING,
     ),
     # - What stock PyTorch refuses
-    Expected(("unused_without_a_word", "freeze_later"), "a gradient is missing and not searched for", raises=True),
+    Expected(
+        ("unused_without_a_word", "freeze_later"),
+        "a gradient is missing and not searched for",
+        raises=True,
+    ),
     Expected(("swap_tensors",), "the reducer holds the parameter", raises=True),
 )
 

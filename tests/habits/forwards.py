@@ -55,7 +55,9 @@ class autograd_grad_before(Loop):
     def before(self, step):
         super().before(step)
         trained = [p for p in self.params if p.requires_grad]
-        self.see("direct", torch.autograd.grad(self.loss, trained, retain_graph=True, allow_unused=True))
+        self.see(
+            "direct", torch.autograd.grad(self.loss, trained, retain_graph=True, allow_unused=True)
+        )
 
 
 @habit(without=("static_graph", "static_graph_later"))
@@ -236,7 +238,9 @@ class functional_call(Loop):
     def forward(self, step):
         super().forward(step)
         params = dict(self.net.named_parameters())
-        self.loss = self.loss + 0.1 * loss_of(torch.func.functional_call(self.net, params, (self.batch(step, 1),)))
+        self.loss = self.loss + 0.1 * loss_of(
+            torch.func.functional_call(self.net, params, (self.batch(step, 1),))
+        )
 
 
 @habit()

@@ -48,7 +48,9 @@ def make_cell(seed: int, world: int, word: str = "") -> Cell:
         by_kind[kind_of(loop)].append(name)
     wanted = [name for name in habits if word in name]
     if not wanted:
-        raise ValueError(f"no habit has {word!r} in its name; `python -m tests.habits --list` prints all of them")
+        raise ValueError(
+            f"no habit has {word!r} in its name; `python -m tests.habits --list` prints all of them"
+        )
     names = [rng.choice(wanted)] if word else []
     for kind, weights in _NUMBERS.items():
         names += rng.sample(by_kind[kind], rng.choices(range(len(weights)), weights)[0])
@@ -131,11 +133,16 @@ class Findings:
     def table(self) -> str:
         """Return a line for each habit."""
         head = ("habit", "cells", "stock raises", "reduced by us", "sharded", "failed")
-        rows = [(n, t.cells, t.raised, t.reduced, t.sharded, t.failed) for n, t in sorted(self.tallies.items())]
+        rows = [
+            (n, t.cells, t.raised, t.reduced, t.sharded, t.failed)
+            for n, t in sorted(self.tallies.items())
+        ]
         return "\n".join("{:48}{:>7}{:>14}{:>15}{:>9}{:>8}".format(*row) for row in (head, *rows))
 
 
-def fuzz(pool: Pool, seeds: Iterable[int], world: int = 2, word: str = "", row: int = 1) -> Findings:
+def fuzz(
+    pool: Pool, seeds: Iterable[int], world: int = 2, word: str = "", row: int = 1
+) -> Findings:
     """Run the cells of some seeds.
 
     Args:

@@ -15,7 +15,9 @@ from tests.habits.loop import Choice, Loop, habit
 class Then(nn.Module):
     """A module that is called by a function."""
 
-    def __init__(self, inner: nn.Module, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, inner: nn.Module, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.inner, self.function = inner, function
 
@@ -26,7 +28,9 @@ class Then(nn.Module):
 class Param(nn.Module):
     """A parameter that is used by a function."""
 
-    def __init__(self, value: torch.Tensor, function: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, value: torch.Tensor, function: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.value, self.function = nn.Parameter(value), function
 
@@ -51,7 +55,11 @@ def _layer(name: str, doc: str, *makers: Callable[[], nn.Module], **settings: An
         return [*super(cls, self).layers(), getattr(self, f"_{name}__maker")()]
 
     choice = Choice(*makers)
-    cls = type(name, (Loop,), {"__doc__": doc, "layers": layers, f"_{name}__maker": choice, "__module__": __name__})
+    cls = type(
+        name,
+        (Loop,),
+        {"__doc__": doc, "layers": layers, f"_{name}__maker": choice, "__module__": __name__},
+    )
     habit(**settings)(cls)
 
 
@@ -66,7 +74,11 @@ _layer(
 )
 _layer("layer_norm", "A layer norm.", lambda: nn.LayerNorm(6))
 # The gradient of a bias before the norm is rounding errors.
-_layer("batch_norm", "A batch norm.", lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)))
+_layer(
+    "batch_norm",
+    "A batch norm.",
+    lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)),
+)
 _layer(
     "conv",
     "A convolution.",
@@ -86,12 +98,17 @@ _layer(
     lambda: Then(nn.Embedding(9, 6), embed),
     lambda: Then(nn.Embedding(9, 6, padding_idx=0), embed),
 )
-_layer("sparse_embedding", "An embedding with sparse gradients.", lambda: Then(nn.Embedding(9, 6, sparse=True), embed))
+_layer(
+    "sparse_embedding",
+    "An embedding with sparse gradients.",
+    lambda: Then(nn.Embedding(9, 6, sparse=True), embed),
+)
 _layer(
     "attention",
     "Multi-head attention.",
     lambda: Then(
-        nn.MultiheadAttention(6, 2, batch_first=True, bias=False), lambda m, x: m(x[None], x[None], x[None])[0][0]
+        nn.MultiheadAttention(6, 2, batch_first=True, bias=False),
+        lambda m, x: m(x[None], x[None], x[None])[0][0],
     ),
 )
 _layer(
@@ -101,8 +118,16 @@ _layer(
     lambda: Then(nn.LSTM(6, 6), lambda m, x: m(x)[0]),
 )
 _layer("dropout", "A dropout.", lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)))
-_layer("scalar_parameter", "A parameter without dimensions.", lambda: Param(torch.tensor(0.7), lambda p, x: p * x))
-_layer("empty_parameter", "A parameter without elements.", lambda: Param(torch.zeros(0, 6), lambda p, x: x + p.sum()))
+_layer(
+    "scalar_parameter",
+    "A parameter without dimensions.",
+    lambda: Param(torch.tensor(0.7), lambda p, x: p * x),
+)
+_layer(
+    "empty_parameter",
+    "A parameter without elements.",
+    lambda: Param(torch.zeros(0, 6), lambda p, x: x + p.sum()),
+)
 _layer(
     "transposed_parameter",
     "A parameter with the strides of a transposed matrix.",
@@ -133,10 +158,24 @@ _layer(
     "A layer in bfloat16.",
     lambda: Then(nn.Linear(6, 6).bfloat16(), lambda m, x: m(x.bfloat16()).float()),
 )
-_layer("weight_norm", "A weight norm.", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
-_layer("spectral_norm", "A spectral norm.", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)))
-_layer("orthogonal", "An orthogonal weight.", lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)))
-_layer("old_weight_norm", "The deprecated weight norm by hooks.", lambda: nn.utils.weight_norm(nn.Linear(6, 6)))
+_layer(
+    "weight_norm", "A weight norm.", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+)
+_layer(
+    "spectral_norm",
+    "A spectral norm.",
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+)
+_layer(
+    "orthogonal",
+    "An orthogonal weight.",
+    lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)),
+)
+_layer(
+    "old_weight_norm",
+    "The deprecated weight norm by hooks.",
+    lambda: nn.utils.weight_norm(nn.Linear(6, 6)),
+)
 _layer(
     "checkpointed",
     "A block whose activations are recomputed.",
@@ -147,7 +186,9 @@ _layer(
     "reentrant_checkpoint",
     "A block that is recomputed in a backward inside of the backward.",
     # Its inputs must have gradients.
-    lambda: nn.Sequential(nn.Linear(6, 6), Then(mlp(), lambda m, x: checkpoint(m, x, use_reentrant=True))),
+    lambda: nn.Sequential(
+        nn.Linear(6, 6), Then(mlp(), lambda m, x: checkpoint(m, x, use_reentrant=True))
+    ),
     without=("find_unused",),
 )
 _layer(
@@ -161,11 +202,17 @@ _layer(
     lambda: (lambda m: (m.bias.requires_grad_(False), m)[1])(nn.Linear(6, 6)),
 )
 _layer(
-    "twice_in_a_forward", "A layer that each forward calls twice.", lambda: Then(nn.Linear(6, 6), lambda m, x: m(m(x)))
+    "twice_in_a_forward",
+    "A layer that each forward calls twice.",
+    lambda: Then(nn.Linear(6, 6), lambda m, x: m(m(x))),
 )
 _layer(
     "list_of_parameters",
     "Parameters in a ``ParameterList``.",
     lambda: Then(nn.ParameterList([torch.ones(6), torch.zeros(6)]), lambda m, x: x * m[0] + m[1]),
 )
-_layer("large", "Parameters of some thousand elements.", lambda: nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 6)))
+_layer(
+    "large",
+    "Parameters of some thousand elements.",
+    lambda: nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 6)),
+)

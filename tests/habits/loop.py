@@ -44,7 +44,17 @@ FAMILIES: Final = (
 
 #: The places that only one habit of a loop may replace.
 EXCLUSIVE: Final = frozenset(
-    {"turn_on", "is_optimizer_first", "wrap", "parameters", "optimizer", "start", "forward", "backward", "step"}
+    {
+        "turn_on",
+        "is_optimizer_first",
+        "wrap",
+        "parameters",
+        "optimizer",
+        "start",
+        "forward",
+        "backward",
+        "step",
+    }
 )
 
 #: Seeds below this count through the alternatives of each habit. Larger ones draw each alternative independently.
@@ -91,7 +101,9 @@ def find_habit(name: str) -> type[Loop]:
         found: type[Loop] = getattr(importlib.import_module(module), attribute)
         return found
     if name not in load_habits():
-        raise KeyError(f"there is no habit {name!r}; `python -m tests.habits --list` prints all of them")
+        raise KeyError(
+            f"there is no habit {name!r}; `python -m tests.habits --list` prints all of them"
+        )
     return HABITS[name]
 
 
@@ -100,9 +112,16 @@ def combine(names: Iterable[str]) -> type[Loop]:
 
     Habits that replace a place come last among the bases, so that those that add to it are not skipped.
     """
-    habits = sorted((find_habit(name) for name in reversed([*names])), key=lambda loop: bool(replaced_places(loop)))
+    habits = sorted(
+        (find_habit(name) for name in reversed([*names])),
+        key=lambda loop: bool(replaced_places(loop)),
+    )
     # A class must not precede its own subclass among the bases.
-    bases = [h for h in habits if not any(h is not derived and issubclass(derived, h) for derived in habits)]
+    bases = [
+        h
+        for h in habits
+        if not any(h is not derived and issubclass(derived, h) for derived in habits)
+    ]
     return type("+".join(base.__name__ for base in bases), (*bases, Loop), {})
 
 
@@ -114,7 +133,12 @@ def changed_places(loop: type[Loop]) -> set[str]:
 def replaced_places(loop: type[Loop]) -> set[str]:
     """Return the exclusive places that a habit replaces, instead of adding to another habit there."""
     own = [vars(base) for base in loop.__mro__ if issubclass(base, Loop) and base is not Loop]
-    return {place for place in EXCLUSIVE for members in own if place in members and not _calls_super(members[place])}
+    return {
+        place
+        for place in EXCLUSIVE
+        for members in own
+        if place in members and not _calls_super(members[place])
+    }
 
 
 def _calls_super(member: Any) -> bool:

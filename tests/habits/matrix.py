@@ -62,7 +62,9 @@ class Cell:
         """
         habits, features, world, *seed = text.split("/")
         if not world.startswith("w") or len(seed) > 1:
-            raise ValueError(f"{text!r} is no cell; write HABIT+HABIT/FEATURE+FEATURE/wRANKS or .../wRANKS/SEED")
+            raise ValueError(
+                f"{text!r} is no cell; write HABIT+HABIT/FEATURE+FEATURE/wRANKS or .../wRANKS/SEED"
+            )
         names = tuple(name for name in habits.split("+") if name)
         return Cell(names, tuple(features.split("+")), int(world[1:]), *map(int, seed))
 
@@ -163,7 +165,9 @@ def _record(cell: Cell, cls: type[Loop], package: Any, *, is_reordered: bool = F
     except Exception as error:  # noqa: BLE001 - whatever stock PyTorch raises, the patched run must raise as well
         # Exceptions of ovpatch derive from those of stock PyTorch.
         classes = type(error).__mro__
-        run.records["error"] = next(c.__name__ for c in classes if not c.__module__.startswith("ovpatch"))
+        run.records["error"] = next(
+            c.__name__ for c in classes if not c.__module__.startswith("ovpatch")
+        )
         frames = "".join(traceback.format_tb(error.__traceback__, limit=-8))
         run.error_text = f"{type(error).__name__}: {error}\n{frames}"
         # The frames of the traceback hold the model.
@@ -198,7 +202,9 @@ def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
     needed = set[Expected]()
     declared = find_expected(cell.habits)
     floor = FLOOR if cell.world > 2 else 0.0
-    difference = _describe(compare(stock.records, patched.records, reordered=reordered, floor=floor), floor)
+    difference = _describe(
+        compare(stock.records, patched.records, reordered=reordered, floor=floor), floor
+    )
     if difference:
         for declaration in declared:
             allowed = max(declaration.allow, floor)
@@ -211,15 +217,21 @@ def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
         difference += f"\n\nstock raises: {stock.error_text or 'nothing'}"
         difference += f"\n\npatched raises: {patched.error_text or 'nothing'}"
     # A combination of habits may leave nothing to do; a single habit must show something.
-    for complaint, matches in _find_gaps(cell, stock, patched) if len(cell.habits) == 1 and not difference else ():
+    for complaint, matches in (
+        _find_gaps(cell, stock, patched) if len(cell.habits) == 1 and not difference else ()
+    ):
         matching = [declaration for declaration in declared if matches(declaration)]
         needed.update(matching[:1])
         if not matching:
             difference += f"\n{complaint}. Declare that in tests/habits/expected.py, or mend it."
-    return Outcome(difference.strip(), stock.error_text.partition("\n")[0], patched.counters, frozenset(needed))
+    return Outcome(
+        difference.strip(), stock.error_text.partition("\n")[0], patched.counters, frozenset(needed)
+    )
 
 
-def _find_gaps(cell: Cell, stock: _Run, patched: _Run) -> Iterator[tuple[str, Callable[[Expected], bool]]]:
+def _find_gaps(
+    cell: Cell, stock: _Run, patched: _Run
+) -> Iterator[tuple[str, Callable[[Expected], bool]]]:
     """Return the gaps of a cell, each with a test of the declarations that allow it."""
     if stock.error_text:
         yield f"stock PyTorch raises {stock.error_text}", lambda declaration: declaration.raises
@@ -246,7 +258,9 @@ def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
     """
     ranks = pool(cells[0].world)
     try:
-        by_rank = ranks(run_row, cells, timeout=60 + len(cells) * 2 if len(cells) > 1 else _CELL_TIMEOUT_S)
+        by_rank = ranks(
+            run_row, cells, timeout=60 + len(cells) * 2 if len(cells) > 1 else _CELL_TIMEOUT_S
+        )
     except RankFailure as failure:
         if len(cells) > 1:
             return [run_cells(pool, [cell])[0] for cell in cells]
@@ -258,7 +272,11 @@ def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
 
 def _merge(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the outcome of rank 0 with the differences of all ranks."""
-    differences = [f"rank {rank}: {found.difference}" for rank, found in enumerate(outcomes) if found.difference]
+    differences = [
+        f"rank {rank}: {found.difference}"
+        for rank, found in enumerate(outcomes)
+        if found.difference
+    ]
     needed = frozenset[Expected]().union(*(found.needed for found in outcomes))
     return replace(outcomes[0], difference="\n\n".join(differences), needed=needed)
 
@@ -280,5 +298,7 @@ def split_rows(cells: Sequence[Cell]) -> list[Sequence[Cell]]:
     """Return the cells in rows, of which each is one job of the pool with its own process group."""
     alone = [cell for cell in cells if combine(cell.habits).needs_own_group]
     shared = [cell for cell in cells if cell not in alone]
-    rows: list[Sequence[Cell]] = [shared[i : i + _ROW_CELLS] for i in range(0, len(shared), _ROW_CELLS)]
+    rows: list[Sequence[Cell]] = [
+        shared[i : i + _ROW_CELLS] for i in range(0, len(shared), _ROW_CELLS)
+    ]
     return rows + [[cell] for cell in alone]

@@ -256,7 +256,9 @@ class step_hooks(Loop):
         def params_of(opt):
             return [p for group in opt.param_groups for p in group["params"]]
 
-        self.opt.register_step_pre_hook(lambda opt, *_: self.see("before", [p.grad is None for p in params_of(opt)]))
+        self.opt.register_step_pre_hook(
+            lambda opt, *_: self.see("before", [p.grad is None for p in params_of(opt)])
+        )
         self.opt.register_step_post_hook(
             lambda opt, *_: self.see("after", [p.detach().clone() for p in params_of(opt)])
         )
@@ -452,7 +454,9 @@ class update_by_hand(Loop):
     """The script updates parameters itself."""
 
     __update = Choice(
-        lambda p: p.sub_(0.1 * p.grad), lambda p: p.add_(p.grad, alpha=-0.1), lambda p: p.copy_(p - 0.1 * p.grad)
+        lambda p: p.sub_(0.1 * p.grad),
+        lambda p: p.add_(p.grad, alpha=-0.1),
+        lambda p: p.copy_(p - 0.1 * p.grad),
     )
 
     def step(self, step):
@@ -507,7 +511,9 @@ class step_in_hooks(Loop):
 
     def ready(self):
         super().ready()
-        self.__opts = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in self.params if p.requires_grad}
+        self.__opts = {
+            p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in self.params if p.requires_grad
+        }
         for param in self.__opts:
             param.register_post_accumulate_grad_hook(self.__step)
 
@@ -544,7 +550,9 @@ class sharpness(Loop):
 
     def reduced(self, step):
         super().reduced(step)
-        ascent = [None if p.grad is None or p.grad.is_sparse else 0.05 * p.grad for p in self.params]
+        ascent = [
+            None if p.grad is None or p.grad.is_sparse else 0.05 * p.grad for p in self.params
+        ]
         with torch.no_grad():
             for p, a in zip(self.params, ascent, strict=True):
                 if a is not None:

@@ -91,7 +91,9 @@ class clips_in_any_order(_SecondOptimizer):
 
     needs_own_group = True
     __until = Choice(0, 2, 2, 0)
-    __params = Choice(lambda m: m.parameters(), lambda m: list(m.parameters())[:: 1 if dist.get_rank() else -1])
+    __params = Choice(
+        lambda m: m.parameters(), lambda m: list(m.parameters())[:: 1 if dist.get_rank() else -1]
+    )
 
     def reduced(self, step):
         super().reduced(step)
@@ -259,7 +261,10 @@ class saves_of_one_rank(Loop):
     def stepped(self, step):
         super().stepped(step)
         if step == self.__when and dist.get_rank() == self.__rank:
-            self.see("saved", [copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.net.state_dict())])
+            self.see(
+                "saved",
+                [copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.net.state_dict())],
+            )
 
 
 @habit()
@@ -272,7 +277,10 @@ class saves_of_one_rank_before_a_step(Loop):
     def reduced(self, step):
         super().reduced(step)
         if step == self.__when and dist.get_rank() == self.__rank:
-            self.see("saved", [copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.net.state_dict())])
+            self.see(
+                "saved",
+                [copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.net.state_dict())],
+            )
 
 
 @habit()
@@ -283,7 +291,9 @@ class saves_of_one_rank_before_the_first_step(Loop):
 
     def __save(self, name):
         if dist.get_rank() == self.__rank:
-            self.see(name, [copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.model.state_dict())])
+            self.see(
+                name, [copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.model.state_dict())]
+            )
 
     def ready(self):
         super().ready()
@@ -329,7 +339,9 @@ class optimizer_of_one_rank(Loop):
 
     def ready(self):
         super().ready()
-        self.__spare = self.__optimizer(self.params, lr=0.01) if dist.get_rank() == self.__rank else None
+        self.__spare = (
+            self.__optimizer(self.params, lr=0.01) if dist.get_rank() == self.__rank else None
+        )
 
 
 @habit()

@@ -202,7 +202,9 @@ class reset_layers(Loop):
         super().end(step)
         if step == self.__when:
             torch.manual_seed(5)
-            self.net.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+            self.net.apply(
+                lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None
+            )
 
 
 # Parameters that differ by rank: dist_optimizer-reference.md, "Limits".
@@ -230,7 +232,17 @@ class freeze_for_a_while(find_unused):
 
 
 # The reduction stays unfinished, as under `unused_without_a_word`.
-@habit(without=("views", "sparse_embedding", "sparse_adam", "late_comm_hook", "join", *REVERTS, *_STATIC))
+@habit(
+    without=(
+        "views",
+        "sparse_embedding",
+        "sparse_adam",
+        "late_comm_hook",
+        "join",
+        *REVERTS,
+        *_STATIC,
+    )
+)
 class freeze_later(Loop):
     """A parameter is frozen after some steps, and the wrapper does not search for it."""
 
@@ -325,7 +337,9 @@ class flat_parameters(Loop):
 
     def made(self):
         super().made()
-        trained = [p for p in self.net.parameters() if p.dtype == torch.float32 and p.is_contiguous()]
+        trained = [
+            p for p in self.net.parameters() if p.dtype == torch.float32 and p.is_contiguous()
+        ]
         self.__flat = torch.cat([p.detach().reshape(-1) for p in trained]) if trained else None
         place = 0
         for p in trained:

@@ -209,7 +209,9 @@ class addresses(Loop):
 
     def end(self, step):
         super().end(step)
-        self.see("moved", [p.data_ptr() == at for p, at in zip(self.params, self.__at, strict=True)])
+        self.see(
+            "moved", [p.data_ptr() == at for p, at in zip(self.params, self.__at, strict=True)]
+        )
 
 
 @habit()
@@ -222,7 +224,9 @@ class variables_of_the_model(Loop):
 
     def end(self, step):
         super().end(step)
-        self.see("variables", {name: value.detach().clone() for name, value in self.__variables.items()})
+        self.see(
+            "variables", {name: value.detach().clone() for name, value in self.__variables.items()}
+        )
 
 
 @habit()
@@ -260,7 +264,9 @@ class state_dict_in_a_thread(Loop):
         states = []
         opt, model = self.opt, self.model
         thread = threading.Thread(
-            target=lambda: states.append([copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())])
+            target=lambda: states.append(
+                [copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())]
+            )
         )
         thread.start()
         thread.join()
@@ -276,4 +282,7 @@ class inference_tensors(Loop):
         with torch.inference_mode():
             self.see("eval", self.net(self.batch(step, 5)))
             states = self.opt.state_dict()["state"].values()
-            self.see("state", [{k: v.clone() for k, v in s.items() if torch.is_tensor(v)} for s in states])
+            self.see(
+                "state",
+                [{k: v.clone() for k, v in s.items() if torch.is_tensor(v)} for s in states],
+            )

@@ -156,7 +156,10 @@ class load_what_was(Loop):
     def stepped(self, step):
         super().stepped(step)
         if step == 1:
-            self.__saved = copy.deepcopy(self.opt.state_dict()), copy.deepcopy(self.net.state_dict())
+            self.__saved = (
+                copy.deepcopy(self.opt.state_dict()),
+                copy.deepcopy(self.net.state_dict()),
+            )
 
     def end(self, step):
         super().end(step)
@@ -193,7 +196,9 @@ class load_with_assign(Loop):
     def stepped(self, step):
         super().stepped(step)
         if step == 2:
-            self.net.load_state_dict({k: v.clone() for k, v in self.net.state_dict().items()}, assign=True)
+            self.net.load_state_dict(
+                {k: v.clone() for k, v in self.net.state_dict().items()}, assign=True
+            )
 
 
 @habit()
@@ -255,7 +260,9 @@ class get_and_set_state_dict(Loop):
             states = get_state_dict(self.model, self.opt)
             self.see("states", states)
             model_state, optim_state = copy.deepcopy(states[0]), copy.deepcopy(states[1])
-            set_state_dict(self.model, self.opt, model_state_dict=model_state, optim_state_dict=optim_state)
+            set_state_dict(
+                self.model, self.opt, model_state_dict=model_state, optim_state_dict=optim_state
+            )
 
 
 @habit()
@@ -302,7 +309,9 @@ class replace_state(Loop):
     def end(self, step):
         super().end(step)
         if step == self.__when:
-            self.opt.state = collections.defaultdict(dict, {p: dict(s) for p, s in self.opt.state.items()})
+            self.opt.state = collections.defaultdict(
+                dict, {p: dict(s) for p, s in self.opt.state.items()}
+            )
 
 
 @habit()
@@ -311,7 +320,10 @@ class move_state(Loop):
 
     __when = Choice(1, 2)
     __moved = Choice(
-        lambda v: v.cpu(), lambda v: v.clone(), lambda v: v.detach(), lambda v: v.to(torch.float64).to(v.dtype)
+        lambda v: v.cpu(),
+        lambda v: v.clone(),
+        lambda v: v.detach(),
+        lambda v: v.to(torch.float64).to(v.dtype),
     )
 
     def end(self, step):

@@ -52,14 +52,40 @@ def _option(name: str, doc: str, feature: str, option: str, *values: Any) -> Non
         found[feature][option] = getattr(self, f"_{name}__value")
         return found
 
-    members = {"__doc__": doc, "switches": True, "options": options, f"_{name}__value": Choice(*values)}
+    members = {
+        "__doc__": doc,
+        "switches": True,
+        "options": options,
+        f"_{name}__value": Choice(*values),
+    }
     cls = type(name, (Loop,), members | {"__module__": __name__})
     habit()(cls)
 
 
-_option("default_size", "Small parameters are not sharded.", "dist_optimizer", "min_param_numel", 16384, 8, 37)
-_option("no_gather_overlap", "The step waits for parameters.", "dist_optimizer", "overlap_param_gather", False)
-_option("gather_by_parts", "Gathers are cut by layers.", "dist_optimizer", "gather_granularity", "layer", "module")
+_option(
+    "default_size",
+    "Small parameters are not sharded.",
+    "dist_optimizer",
+    "min_param_numel",
+    16384,
+    8,
+    37,
+)
+_option(
+    "no_gather_overlap",
+    "The step waits for parameters.",
+    "dist_optimizer",
+    "overlap_param_gather",
+    False,
+)
+_option(
+    "gather_by_parts",
+    "Gathers are cut by layers.",
+    "dist_optimizer",
+    "gather_granularity",
+    "layer",
+    "module",
+)
 _option("small_gathers", "Gathers are small.", "dist_optimizer", "gather_bucket_mb", 1e-4, 1e-3)
 _option(
     "few_gradients_in_flight",
@@ -70,7 +96,13 @@ _option(
     1e-3,
     0,
 )
-_option("no_reduce_overlap", "Gradients are reduced after the backward.", "ddp", "overlap_grad_reduce", False)
+_option(
+    "no_reduce_overlap",
+    "Gradients are reduced after the backward.",
+    "ddp",
+    "overlap_grad_reduce",
+    False,
+)
 _option("granularity", "Buckets are cut by layers.", "ddp", "bucket_granularity", "layer", "module")
 
 

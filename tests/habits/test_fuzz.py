@@ -38,7 +38,10 @@ def test_all_habits_are_drawn_and_combinations_can_be_inherited():
 
 
 def test_habits_that_exclude_each_other_are_not_combined():
-    assert [*choose_compatible(["views", "swap_gradients", "swap_gradients", "noise"])] == ["views", "noise"]
+    assert [*choose_compatible(["views", "swap_gradients", "swap_gradients", "noise"])] == [
+        "views",
+        "noise",
+    ]
     # A habit that derives from one that is excluded is excluded as well.
     assert [*choose_compatible(["penalty", "unused_at_times"])] == ["penalty"]
     # Both replace the start of a step.
@@ -60,6 +63,11 @@ def test_a_choice_does_not_depend_on_the_other_habits():
 
     def choices(names):
         loop = combine(names)(lambda *_: None, None, seed=cell.seed)
-        return [value for name, value in sorted((n, getattr(loop, n)) for n in dir(loop) if "_clip_norm__" in n)]
+        return [
+            value
+            for name, value in sorted(
+                (n, getattr(loop, n)) for n in dir(loop) if "_clip_norm__" in n
+            )
+        ]
 
     assert choices(cell.habits) == choices(["clip_norm"])

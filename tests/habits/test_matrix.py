@@ -24,7 +24,9 @@ _needed = set[Expected]()
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("features", "world"), ROWS, ids=lambda value: value if isinstance(value, int) else "+".join(value)
+    ("features", "world"),
+    ROWS,
+    ids=lambda value: value if isinstance(value, int) else "+".join(value),
 )
 def test_cells(ranks, family, features, world):
     cells = list_cells(features, world, family)[:: 1 if ALL_CASES else ROWS[features, world]]
@@ -42,8 +44,14 @@ def test_cells(ranks, family, features, world):
 def test_each_declaration_is_needed():
     if _finished != set(FAMILIES):
         pytest.skip("not all families have run on two ranks")
-    unused = [declaration for declaration in EXPECTED if not declaration.is_rare and declaration not in _needed]
-    assert not unused, f"no cell needs these declarations; remove them from tests/habits/expected.py: {unused}"
+    unused = [
+        declaration
+        for declaration in EXPECTED
+        if not declaration.is_rare and declaration not in _needed
+    ]
+    assert not unused, (
+        f"no cell needs these declarations; remove them from tests/habits/expected.py: {unused}"
+    )
 
 
 def test_declarations_and_exclusions_name_habits():
@@ -106,7 +114,11 @@ class both_raise(Loop):
 
 
 def test_a_difference_is_found(ranks):
-    loops = {differs: "0 became 1", raises: "by ovpatch alone", shows_more: "extra: stock has no such value"}
+    loops = {
+        differs: "0 became 1",
+        raises: "by ovpatch alone",
+        shows_more: "extra: stock has no such value",
+    }
     loops |= {idles: "ddp did nothing", both_raise: "stock PyTorch raises ValueError: by both"}
     cells = [Cell((f"{__name__}:{loop.__name__}",)) for loop in loops]
     for outcome, said in zip(run_cells(ranks, cells), loops.values(), strict=True):

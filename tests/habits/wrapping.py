@@ -24,7 +24,12 @@ def _argument(name: str, doc: str, argument: str, *values: Any) -> type[Loop]:
     def kwargs(self):
         return super(cls, self).kwargs() | {argument: getattr(self, f"_{name}__value")}
 
-    members = {"__doc__": doc, "kwargs": kwargs, f"_{name}__value": Choice(*values), "__module__": __name__}
+    members = {
+        "__doc__": doc,
+        "kwargs": kwargs,
+        f"_{name}__value": Choice(*values),
+        "__module__": __name__,
+    }
     cls = type(name, (Loop,), members)
     return habit()(cls)
 
@@ -33,10 +38,17 @@ _argument("tiny_buckets", "Many buckets.", "bucket_cap_mb", 1e-4, 2e-4, 1e-3)
 _argument("one_bucket", "A single bucket.", "bucket_cap_mb", 100)
 _argument("views", "Gradients are views of buckets.", "gradient_as_bucket_view", True)
 _argument("static_graph", "All iterations are declared to be the same.", "static_graph", True)
-find_unused = _argument("find_unused", "The wrapper searches unused parameters.", "find_unused_parameters", True)
+find_unused = _argument(
+    "find_unused", "The wrapper searches unused parameters.", "find_unused_parameters", True
+)
 _argument("own_buffers", "Each rank keeps its own buffers.", "broadcast_buffers", False)
 _argument("no_first_sync", "Ranks do not exchange parameters at first.", "init_sync", False)
-_argument("skip_unused", "Parameters that no rank used are not reduced.", "skip_all_reduce_unused_params", True)
+_argument(
+    "skip_unused",
+    "Parameters that no rank used are not reduced.",
+    "skip_all_reduce_unused_params",
+    True,
+)
 
 
 @habit()
@@ -67,7 +79,11 @@ class no_gradient(find_unused):
     """A layer is used, but its output is detached."""
 
     def layers(self):
-        return [*super().layers(), nn.Linear(6, 6), Then(nn.Linear(6, 6), lambda m, x: m(x).detach())]
+        return [
+            *super().layers(),
+            nn.Linear(6, 6),
+            Then(nn.Linear(6, 6), lambda m, x: m(x).detach()),
+        ]
 
 
 # Stock PyTorch divides gradients in views, and sparse ones, before it reduces them. If parameters are missing, it never
@@ -341,7 +357,9 @@ class one_optimizer_for_two_models_and_a_loss_of_one(Loop):
         return self.params
 
     def forward(self, step):
-        models = [self.__second, self.model] if self.__is_second_always else [self.model, self.__second]
+        models = (
+            [self.__second, self.model] if self.__is_second_always else [self.model, self.__second]
+        )
         self.loss = loss_of(models[0](self.batch(step, 4)))
         if step != self.__when:
             self.loss = self.loss + loss_of(models[1](self.batch(step)))

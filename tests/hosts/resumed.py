@@ -27,7 +27,8 @@ for step in range(first, 5):
     optimizer.step()
     if dist.get_rank() == 0:
         torch.save(
-            {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder / "new"
+            {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            folder / "new",
         )
         (folder / "new").replace(folder / "saved")
     dist.barrier()

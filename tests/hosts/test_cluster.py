@@ -82,7 +82,9 @@ def test_hosts_are_told_apart_by_name_and_containers_of_one_machine_too(cluster)
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(700, 1000), nn.Tanh(), nn.Linear(1000, 400), nn.Tanh(), nn.Linear(400, 3))
+    return nn.Sequential(
+        nn.Linear(700, 1000), nn.Tanh(), nn.Linear(1000, 400), nn.Tanh(), nn.Linear(400, 3)
+    )
 
 
 def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
@@ -104,11 +106,17 @@ def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) ->
         sent.append(count_sent_bytes())
         from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
-        return [sent[-1] - sent[-2], COUNTERS.grads_sharded, *[param.sum().item() for param in wrapped.parameters()]]
+        return [
+            sent[-1] - sent[-2],
+            COUNTERS.grads_sharded,
+            *[param.sum().item() for param in wrapped.parameters()],
+        ]
 
 
 def count_sent_bytes() -> int:
-    line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
+    line = next(
+        line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line
+    )
     return int(line.partition(":")[2].split()[8])
 
 
@@ -118,7 +126,10 @@ def test_dist_optimizer_sends_two_sums_over_each_link_at_most(cluster):
     # The first backwards are not sharded yet.
     with cluster.ranks(2, train, ("ddp", "dist_optimizer"), options, 5) as job:
         results = job.results()
-    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (nbytes, results)
+    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (
+        nbytes,
+        results,
+    )
     assert all(result[1] > 0 for result in results), "no step was sharded"
     assert results[0][2:] == results[1][2:] == results[2][2:] == results[3][2:]
 
@@ -128,7 +139,10 @@ def test_ddp_sends_two_sums_over_each_link_at_most(cluster, per_host):
     nbytes = 4 * sum(param.numel() for param in model().parameters())
     with cluster.ranks(per_host, train, ("ddp",), {}) as job:
         results = job.results()
-    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (nbytes, results)
+    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (
+        nbytes,
+        results,
+    )
     if per_host == 4:
         with cluster.ranks(per_host, train, ("ddp",), {"ddp": {"hierarchical": "off"}}) as job:
             flat = job.results()

@@ -90,7 +90,8 @@ def train_through_faults(folder: Path) -> dict[str, Any]:
             (folder / f"done {step + 1} {rank}").touch()
     values = [param.detach().clone() for param in model.parameters()]
     difference = max(
-        float((own - other).abs().max()) for own, other in zip(values, reference.parameters(), strict=True)
+        float((own - other).abs().max())
+        for own, other in zip(values, reference.parameters(), strict=True)
     )
     wait_for(folder / "go dead")
     begin = clock()
@@ -140,7 +141,9 @@ def differ(what: str) -> str:
         options["ddp"] = {"hierarchical": "off"}
     if is_second and what == "shard_over":
         options["dist_optimizer"] = {**OPTIONS["dist_optimizer"], "shard_over": "world"}
-    other = mock.patch("importlib.metadata.version", lambda name: "0.0.1" if name == "ovpatch" else version(name))
+    other = mock.patch(
+        "importlib.metadata.version", lambda name: "0.0.1" if name == "ovpatch" else version(name)
+    )
     with ovpatch.applied(*FEATURES, options=options):
         if is_second and what == "version of ovpatch":
             other.start()
@@ -167,7 +170,9 @@ def test_hosts_with_other_settings_are_named(cluster):
     with cluster.ranks(1, all_differences) as job:
         for errors in job.results():
             assert isinstance(errors, list), errors
-            for error, what in zip(errors, ("hierarchical", "shard_over", "version of ovpatch"), strict=True):
+            for error, what in zip(
+                errors, ("hierarchical", "shard_over", "version of ovpatch"), strict=True
+            ):
                 assert what in error
                 assert "on rank 0 but" in error
                 assert "on rank 1" in error
@@ -181,7 +186,9 @@ def test_torchrun_restarts_all_hosts_and_training_resumes(cluster, tmp_path):
         "torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d --rdzv-id 1 "
         f"--rdzv-endpoint {{master}}:29401 {PROGRAM} {tmp_path}"
     )
-    results = cluster.run(command, env={"OVPATCH_AUTO": "1", "OVPATCH": "ddp,dist_optimizer"}, timeout=150)
+    results = cluster.run(
+        command, env={"OVPATCH_AUTO": "1", "OVPATCH": "ddp,dist_optimizer"}, timeout=150
+    )
     for result in results:
         result.check()
         assert "resumed at step 3" in result.stdout, result.describe()

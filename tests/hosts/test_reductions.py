@@ -43,8 +43,12 @@ class Net(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32, *, is_sparse: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 6, sparse=is_sparse, dtype=dtype)
-        self.layers = nn.Sequential(nn.Linear(6, 701, dtype=dtype), nn.Tanh(), nn.Linear(701, 401, dtype=dtype))
-        self.phase = nn.Parameter(torch.ones(5, dtype=torch.complex64)) if dtype is torch.float32 else None
+        self.layers = nn.Sequential(
+            nn.Linear(6, 701, dtype=dtype), nn.Tanh(), nn.Linear(701, 401, dtype=dtype)
+        )
+        self.phase = (
+            nn.Parameter(torch.ones(5, dtype=torch.complex64)) if dtype is torch.float32 else None
+        )
 
     def forward(self, step: int) -> torch.Tensor:
         rank = source()
@@ -57,7 +61,11 @@ class Net(nn.Module):
 
 
 def train(
-    dtype: torch.dtype = torch.float32, *, is_sparse: bool = False, steps: int = 3, **options: object
+    dtype: torch.dtype = torch.float32,
+    *,
+    is_sparse: bool = False,
+    steps: int = 3,
+    **options: object,
 ) -> list[Record]:
     model = DistributedDataParallel(Net(dtype, is_sparse=is_sparse), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -80,7 +88,9 @@ CASES = {
 
 def all_on_hosts(hosts, cases, option="auto"):
     with fake_hosts(hosts):
-        results = all_both(train, cases, options={"hierarchical": option}, again=terms_in_another_order)
+        results = all_both(
+            train, cases, options={"hierarchical": option}, again=terms_in_another_order
+        )
     return results, [str(line) for line in _remarks()]
 
 
@@ -97,8 +107,15 @@ def test_gradients_are_those_of_stock_and_the_same_on_all_ranks(ranks, world, ho
     results = [result for result, _ in replies]
     for name in cases:
         for result in results:
-            compare(result[name]["stock"], result[name]["patched"], reordered=result[name]["reordered"]).assert_equal()
+            compare(
+                result[name]["stock"], result[name]["patched"], reordered=result[name]["reordered"]
+            ).assert_equal()
             assert result[name]["counters"]["stock_models"] == 0
-            for own, first in zip(result[name]["patched"], results[0][name]["patched"], strict=True):
+            for own, first in zip(
+                result[name]["patched"], results[0][name]["patched"], strict=True
+            ):
                 compare(first["param"], own["param"]).assert_bitwise()
-    assert all("2 hosts reduce gradients within each host first" in "\n".join(remarks) for _, remarks in replies)
+    assert all(
+        "2 hosts reduce gradients within each host first" in "\n".join(remarks)
+        for _, remarks in replies
+    )

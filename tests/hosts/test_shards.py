@@ -31,7 +31,9 @@ HOSTS = (0, 0, 1, 1)
 STYLES = ("accumulated, quiet: True, None: False", "closure")
 
 
-def on_hosts(hosts: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def on_hosts(
+    hosts: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with fake_hosts(hosts):
         return function(*args, **kwargs)
 
@@ -45,14 +47,20 @@ def check_replicas(results: list[Any]) -> None:
                     compare(first["param"], own["param"]).assert_bitwise()
 
 
-def run(ranks: Any, loop: Callable[..., Any], cases: Cases, options: dict[str, Any] | None = None) -> list[Any]:
+def run(
+    ranks: Any, loop: Callable[..., Any], cases: Cases, options: dict[str, Any] | None = None
+) -> list[Any]:
     results: list[Any] = ranks(4)(on_hosts, HOSTS, all_cases, loop, cases, options=options)
     check_replicas(results)
     return results
 
 
 def test_loops_read_full_values(ranks):
-    check_all(run(ranks, test_loops.train, {"": {"optimizer": "adamw", "read": True}}), steps=8, by_parts=False)
+    check_all(
+        run(ranks, test_loops.train, {"": {"optimizer": "adamw", "read": True}}),
+        steps=8,
+        by_parts=False,
+    )
     check_all(run(ranks, test_loop_styles.train, {style: {"style": style} for style in STYLES}))
     kinds = {kind: {"kind": kind} for kind in ("sgd, nesterov", "adam, lr tensor")}
     check_all(run(ranks, test_optimizer_kinds.train, kinds), steps=test_optimizer_kinds.STEPS)
@@ -67,7 +75,9 @@ def test_an_owner_on_each_host_updates_whole_parameters(ranks):
     cases = {kind: {"kind": kind} for kind in ("muon", "lamb")}
     results = run(ranks, test_whole_parameters.train, cases, test_whole_parameters.NAMED)
     for name in cases:
-        counters = [result["counters"] for result in same_bits([result[name] for result in results])]
+        counters = [
+            result["counters"] for result in same_bits([result[name] for result in results])
+        ]
         for host in (counters[:2], counters[2:]):
             owned = [counted["params_owned"] for counted in host]
             assert max(owned) < sum(owned) <= host[0]["params_updated"], owned
@@ -78,7 +88,9 @@ def test_one_rank_reads_the_state_from_its_host_alone(ranks, rank):
     replies = ranks(4)(on_hosts, HOSTS, called, rank)
     result = replies[rank][0]
     compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
-    assert [ranks for _, ranks in replies] == [{rank ^ 1} if own == rank else set() for own in range(4)]
+    assert [ranks for _, ranks in replies] == [
+        {rank ^ 1} if own == rank else set() for own in range(4)
+    ]
 
 
 def called(rank: int) -> tuple[dict[str, Any], set[int]]:
@@ -91,7 +103,9 @@ def called(rank: int) -> tuple[dict[str, Any], set[int]]:
         return call(self, topic, arguments, ranks, *rest)
 
     with mock.patch.object(PeerRpc, "call", note):
-        return all_cases(test_state.one_rank, {"": {"reader": "state_dict", "rank": rank}})[""], found
+        return all_cases(test_state.one_rank, {"": {"reader": "state_dict", "rank": rank}})[
+            ""
+        ], found
 
 
 def state_per_rank(shard_over: str) -> tuple[float, list[str], dict[str, Any]]:
@@ -144,7 +158,9 @@ def refused(hosts: tuple[int, ...]) -> list[str]:
         ((0, 1, 2), "each host has one rank, which would keep all state"),
     ],
 )
-def test_hosts_that_cannot_keep_all_state_are_an_error_if_named_and_a_remark_otherwise(ranks, hosts, reason):
+def test_hosts_that_cannot_keep_all_state_are_an_error_if_named_and_a_remark_otherwise(
+    ranks, hosts, reason
+):
     for error, remark in ranks(3)(refused, hosts):
         assert reason in error
         assert "OVPATCH_DIST_OPTIMIZER_SHARD_OVER=auto" in error
@@ -152,7 +168,9 @@ def test_hosts_that_cannot_keep_all_state_are_an_error_if_named_and_a_remark_oth
 
 
 def scaled() -> Any:
-    return all_cases(test_scaler.train, {"": {"unscale": True, "clip": True, "fused": False, "culprit": 3}})
+    return all_cases(
+        test_scaler.train, {"": {"unscale": True, "clip": True, "fused": False, "culprit": 3}}
+    )
 
 
 def test_an_infinity_on_one_host_skips_the_step_of_all(ranks):
@@ -164,7 +182,9 @@ def test_an_infinity_on_one_host_skips_the_step_of_all(ranks):
 
 def turned_off() -> bool:
     """Turn the features off after a few steps: state is gathered within each host, and training continues."""
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 8}}):
+    with ovpatch.applied(
+        "ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 8}}
+    ):
         model = ddp(test_loops.net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(5):
@@ -174,7 +194,11 @@ def turned_off() -> bool:
     optimizer.zero_grad()
     model(data(9, 5, 6)).square().mean().backward()
     optimizer.step()
-    return all(type(value) is torch.Tensor for state in optimizer.state.values() for value in state.values())
+    return all(
+        type(value) is torch.Tensor
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
 
 
 def test_state_becomes_full_on_every_host(ranks):

@@ -46,8 +46,20 @@ def bench(tmp_path, capfd):
     def bench(script, *arguments, ranks=0, launcher=()):
         (tmp_path / "train.py").write_text(script)
         file, out = tmp_path / "found.json", tmp_path / "out"
-        options = ["--json", str(file), "--out", str(out), "--warmup", "3", "--timeout", "90", *arguments]
-        code = main.main(["bench", *options, "--", *(launcher or preloaded(ranks)), str(tmp_path / "train.py")])
+        options = [
+            "--json",
+            str(file),
+            "--out",
+            str(out),
+            "--warmup",
+            "3",
+            "--timeout",
+            "90",
+            *arguments,
+        ]
+        code = main.main(
+            ["bench", *options, "--", *(launcher or preloaded(ranks)), str(tmp_path / "train.py")]
+        )
         return code, capfd.readouterr(), json.loads(file.read_text()) if file.exists() else None
 
     return bench
@@ -60,7 +72,12 @@ def test_a_script_on_two_ranks_is_measured(bench):
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])
     for one in (stock, patched):
-        assert (one["world"], one["taken"], len(one["times"]), one["clock"]) == (2, 9, 6, "host clock")
+        assert (one["world"], one["taken"], len(one["times"]), one["clock"]) == (
+            2,
+            9,
+            6,
+            "host clock",
+        )
         assert all(time > 0 for time in one["times"])
         assert one["batches"] == [3.0, "DistributedDataParallel"]
         assert one["memory"]["resident"] > 2**26
@@ -91,4 +108,7 @@ def test_children_of_multiprocessing_are_measured_though_they_end_by_themselves(
     """)
     code, texts, found = bench(script, "--rounds", "1", "--features", "", launcher=[sys.executable])
     assert code == 0, texts.err
-    assert (found["runs"][0]["measured"]["world"], len(found["runs"][0]["measured"]["times"])) == (2, 6)
+    assert (found["runs"][0]["measured"]["world"], len(found["runs"][0]["measured"]["times"])) == (
+        2,
+        6,
+    )

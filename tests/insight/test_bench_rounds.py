@@ -46,10 +46,16 @@ class Machine:
         if variant.patched:
             (folder / "worker-1-1.json").write_text(json.dumps(self.report()))
         progress(8)
-        return replace(variants.Outcome(variant, folder, log, 0, 1.0), **self.ends.get(variant.name, {}))
+        return replace(
+            variants.Outcome(variant, folder, log, 0, 1.0), **self.ends.get(variant.name, {})
+        )
 
     def left(self, variant, rank):
-        counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "again": self.again, "reason": ""}
+        counting = {
+            "by_dtype": {"bfloat16": 4e9, "float32": 1e6},
+            "again": self.again,
+            "reason": "",
+        }
         ms = MS[variant.name.removesuffix("-uncounted").rpartition("-")[0]]
         return {
             "rank": rank,
@@ -64,7 +70,12 @@ class Machine:
             "ms": [ms + rank] * self.steps,
             "host_ms": [1.0] * self.steps,
             "memory": {"allocated": 2**30 * (rank + 1), "reserved": 2**32},
-            "batch": {"samples": 4.0, "tokens": 64.0, "calls": 2.0, "module": "DistributedDataParallel"},
+            "batch": {
+                "samples": 4.0,
+                "tokens": 64.0,
+                "calls": 2.0,
+                "module": "DistributedDataParallel",
+            },
             "flops": counting if variant.details["count_flops"] else None,
             **self.rank,
         }
@@ -79,7 +90,13 @@ class Machine:
                 "reorders_products": False,
                 "work": [],
             }
-            return {"name": name, "state": "applied", "reason": "", "counters": {"done": count}, **rest}
+            return {
+                "name": name,
+                "state": "applied",
+                "reason": "",
+                "counters": {"done": count},
+                **rest,
+            }
 
         return {
             **{"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "patches": []},
@@ -113,10 +130,19 @@ def names(machine):
 def test_the_order_within_pairs_alternates(machine, bench):
     code, texts, found = bench("--rounds", "3")
     assert code == 0
-    assert names(machine) == ["stock-1", "patched-1", "patched-2", "stock-2", "stock-3", "patched-3"]
+    assert names(machine) == [
+        "stock-1",
+        "patched-1",
+        "patched-2",
+        "stock-2",
+        "stock-3",
+        "patched-3",
+    ]
     assert [variant.details["count_flops"] for variant in machine.ran] == [True] + [False] * 5
     assert found["judgement"]["pairs"] == [pytest.approx(11 / 9)] * 3  # the slower rank counts
-    assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222; more than 0.0% counts, " in texts.out
+    assert (
+        "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222; more than 0.0% counts, " in texts.out
+    )
     assert "Only ddp did something, so its part is the whole ratio." in texts.out
     assert "round 2/3, patched: 9 ms a step" in texts.err
 
@@ -126,11 +152,15 @@ def test_rates_are_those_of_all_ranks_and_of_one_device(bench):
     stock, patched = found["rows"]
     assert stock["tokens_per_second"] == pytest.approx(2 * 64 / 11e-3)
     assert stock["samples_per_second"] == pytest.approx(2 * 4 / 11e-3)
-    assert patched["tflops"] == pytest.approx(4.001e9 / 9e-3 / 1e12)  # counted stock, the same program
+    assert patched["tflops"] == pytest.approx(
+        4.001e9 / 9e-3 / 1e12
+    )  # counted stock, the same program
     assert patched["mfu"] == pytest.approx(4.001e9 / 9e-3 / 989.4e12)
     assert stock["memory"] == {"allocated": 2**31, "reserved": 2**32}
     assert "1980 MHz" in texts.out
-    _, _, given = bench("--rounds", "1", "--tokens-per-step", "11", "--samples-per-step", "22", "--peak-tflops", "1")
+    _, _, given = bench(
+        "--rounds", "1", "--tokens-per-step", "11", "--samples-per-step", "22", "--peak-tflops", "1"
+    )
     assert given["rows"][0]["tokens_per_second"] == pytest.approx(1000)
     assert given["rows"][0]["samples_per_second"] == pytest.approx(2000)
     assert given["rows"][0]["mfu"] == pytest.approx(4.001e9 / 11e-3 / 1e12)
@@ -142,7 +172,12 @@ def test_what_cannot_be_told_is_not_shown_but_said(machine, bench):
         "flops": {"by_dtype": {}, "reason": "the script compiles"},
     }
     _, texts, found = bench("--rounds", "1")
-    assert found["rows"][0]["tokens_per_second"] is found["rows"][0]["tflops"] is found["rows"][0]["mfu"] is None
+    assert (
+        found["rows"][0]["tokens_per_second"]
+        is found["rows"][0]["tflops"]
+        is found["rows"][0]["mfu"]
+        is None
+    )
     assert "TFLOP/s cannot be told: the script compiles" in texts.out
     assert "give --samples-per-step or --tokens-per-step" in texts.out
     assert not {"| tokens/s", "| TFLOP/s", "| MFU"} & set(texts.out.splitlines()[2].split(" |"))
@@ -164,7 +199,9 @@ def test_a_peer_runs_in_each_round_by_the_switch_of_the_users_library(machine, b
     assert names(machine) == ["stock-1", "patched-1", "fsdp2-1", "fsdp2-2", "patched-2", "stock-2"]
     peer = {variant.name: variant for variant in machine.ran}["fsdp2-1"]
     assert not peer.patched
-    assert peer.variables == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "the user's policy wins"
+    assert peer.variables == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, (
+        "the user's policy wins"
+    )
     assert found["against"]["fsdp2"]["ratio"] == pytest.approx(9.5 / 9)
     assert "Against fsdp2: patched is 1.056x faster" in texts.out
     assert [row["kind"] for row in found["rows"]] == ["stock", "patched", "fsdp2"]
@@ -187,7 +224,9 @@ def test_features_are_left_out_where_there_are_several(machine, bench):
         *("stock-1", "patched-1", "without-a-1", "without-b-1"),
         *("without-b-2", "without-a-2", "patched-2", "stock-2"),
     ]
-    assert {variant.name: dict(variant.variables) for variant in machine.ran}["without-b-2"] == {"OVPATCH_B": "0"}
+    assert {variant.name: dict(variant.variables) for variant in machine.ran}["without-b-2"] == {
+        "OVPATCH_B": "0"
+    }
     assert found["parts"]["a"]["ratio"] == pytest.approx(10 / 9)
     assert "a: 1.111x faster" in texts.out
     assert "b: no difference beyond noise" in texts.out
@@ -234,11 +273,15 @@ def test_a_run_that_fails_while_it_is_counted_is_run_again_without(machine, benc
     code, texts, found = bench("--warmup", "10", "--rounds", "1")  # its last step was the eighth
     assert (code, names(machine)) == (0, ["stock-1", "stock-1-uncounted", "patched-1"])
     assert found["rows"][0]["tflops"] is None
-    assert "TFLOP/s cannot be told: the script failed while its operations were counted" in texts.out
+    assert (
+        "TFLOP/s cannot be told: the script failed while its operations were counted" in texts.out
+    )
 
 
 def test_a_hang_shows_the_stacks(machine, bench):
-    machine.ends = {"patched-1": {"code": 1, "timed_out": True, "stacks": {42: "in wait_for_nobody"}}}
+    machine.ends = {
+        "patched-1": {"code": 1, "timed_out": True, "stacks": {42: "in wait_for_nobody"}}
+    }
     code, texts, _ = bench("--timeout", "5")
     assert code == 1
     assert "process 42\nin wait_for_nobody" in texts.err
@@ -246,12 +289,17 @@ def test_a_hang_shows_the_stacks(machine, bench):
 
 
 @pytest.mark.parametrize("run", ["stock-1", "patched-1"])
-def test_a_process_that_waits_in_the_tool_blames_neither_the_script_nor_ovpatch(machine, bench, run):
+def test_a_process_that_waits_in_the_tool_blames_neither_the_script_nor_ovpatch(
+    machine, bench, run
+):
     frame = f'Thread 0x1 (most recent call first):\n  File "{steps.__file__}", line 7 in exit_with_peers\n'
     machine.ends = {run: {"code": 1, "timed_out": True, "stacks": {42: frame}}}
     code, texts, _ = bench("--timeout", "5", "--warmup", "20")
     assert code == 3
-    assert f"{run}: process 42 waits in ovpatch's exit_with_peers(), so no step within 5 s is no hang" in texts.err
+    assert (
+        f"{run}: process 42 waits in ovpatch's exit_with_peers(), so no step within 5 s is no hang"
+        in texts.err
+    )
     assert "The stock run did not" not in texts.err
     assert "This is the stock run" not in texts.err
 
@@ -281,13 +329,20 @@ def test_an_interruption_concludes_nothing(machine, bench):
 def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
     _, texts, found = bench("--rounds", "1")
     assert found["judgement"]["verdict"] == "faster"
-    assert "(one pair of runs, 99% interval of the steps 1.222 to 1.222; how far two runs alike differ" in texts.out
+    assert (
+        "(one pair of runs, 99% interval of the steps 1.222 to 1.222; how far two runs alike differ"
+        in texts.out
+    )
     monkeypatch.setitem(MS, "patched", 21.0)
     _, texts, _ = bench("--rounds", "1")
-    assert "2.000x slower (one pair of runs, 99% interval of the steps 2.000 to 2.000" in texts.out  # turned as well
+    assert (
+        "2.000x slower (one pair of runs, 99% interval of the steps 2.000 to 2.000" in texts.out
+    )  # turned as well
 
 
-@pytest.mark.parametrize(("taken", "complaint"), [(14, "took 14 steps"), (0, "no process took a step")])
+@pytest.mark.parametrize(
+    ("taken", "complaint"), [(14, "took 14 steps"), (0, "no process took a step")]
+)
 def test_too_few_steps_are_an_error_with_the_remedy(machine, bench, taken, complaint):
     machine.rank = {"steps": taken, "ms": [1.0] * 4, "host_ms": [1.0] * 4}
     code, texts, _ = bench("--warmup", "10")
@@ -308,11 +363,16 @@ def test_fewer_steps_than_asked_are_measured_and_said(machine, bench):
     ("arguments", "complaint"),
     [
         (["--features", "0", "--", "x"], "nothing to compare"),
-        (["--json", "/no/such/file", "--", "x"], "--json /no/such/file: its directory does not exist"),
+        (
+            ["--json", "/no/such/file", "--", "x"],
+            "--json /no/such/file: its directory does not exist",
+        ),
         (["--out", "{full}", "--", "x"], "is not an empty directory"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_runs(machine, tmp_path, capsys, arguments, complaint):
+def test_what_cannot_be_done_is_said_before_anything_runs(
+    machine, tmp_path, capsys, arguments, complaint
+):
     (tmp_path / "something").touch()
     arguments = [word.format(full=tmp_path) for word in arguments]
     assert main.main(["bench", *arguments]) == 2
@@ -328,7 +388,9 @@ def test_on_a_terminal_progress_is_a_bar(bench, monkeypatch):
             return True
 
     terminal = Terminal()
-    monkeypatch.setattr(rounds, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr(
+        rounds, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100)
+    )
     monkeypatch.setattr("sys.stderr", terminal)
     code, _, _ = bench("--rounds", "2")
     assert code == 0
@@ -336,7 +398,9 @@ def test_on_a_terminal_progress_is_a_bar(bench, monkeypatch):
     assert "round 1/2, patched: 9 ms a step, worst 9" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("option", [["--steps", "4"], ["--warmup", "2"], ["--rounds", "0"], ["--peak-tflops", "-1"]])
+@pytest.mark.parametrize(
+    "option", [["--steps", "4"], ["--warmup", "2"], ["--rounds", "0"], ["--peak-tflops", "-1"]]
+)
 def test_numbers_have_limits(option, capsys):
     with pytest.raises(SystemExit) as ended:
         main.main(["bench", *option, "--", "x"])
@@ -363,7 +427,9 @@ def test_mfu_is_without_what_is_computed_again(machine, bench):
 @pytest.fixture
 def leave(tmp_path):
     def leave(pid, **change):
-        full = Machine().left(variants.Variant("stock-1", details={"warmup": 3, "count_flops": False}), 0)
+        full = Machine().left(
+            variants.Variant("stock-1", details={"warmup": 3, "count_flops": False}), 0
+        )
         (tmp_path / f"bench-{pid}.json").write_text(json.dumps({**full, **change}))
 
     return leave
@@ -390,6 +456,10 @@ def test_files_of_ranks_are_put_together(leave, tmp_path):
     leave(2, rank=0, restart=1, steps=5, ms=[5.0, 1.0], clock="host clock", host_ms=[50.0, 10.0])
     leave(3, rank=1, restart=1, steps=6, ms=[1.0, 7.0, 3.0], host_ms=[10.0, 70.0, 30.0])
     found = rounds.read_measured(tmp_path)
-    assert (found.taken, found.clock, found.times) == (5, "host clock", [50.0, 70.0])  # events and clock do not mix
+    assert (found.taken, found.clock, found.times) == (
+        5,
+        "host clock",
+        [50.0, 70.0],
+    )  # events and clock do not mix
     assert (found.samples, found.tokens) == (8.0, 128.0)
     assert rounds.read_measured(Path(tmp_path / "none")) == rounds.Measured()

@@ -32,7 +32,10 @@ def runs(chance, rounds, *, ms=100.0, between=0.01, within=0.02, steps=20):
 def claims(rounds, cases, **second):
     """The part of cases in which a difference is claimed."""
     chance = random.Random(rounds)
-    verdicts = [judge_runs(runs(chance, rounds), runs(chance, rounds, **second)).verdict for _ in range(cases)]
+    verdicts = [
+        judge_runs(runs(chance, rounds), runs(chance, rounds, **second)).verdict
+        for _ in range(cases)
+    ]
     return sum(verdict != SAME for verdict in verdicts) / cases
 
 
@@ -96,7 +99,8 @@ def test_one_run_that_is_far_off_is_noise_even_where_all_signs_agree():
 def test_a_drift_that_both_share_hides_nothing():
     levels, gains = [100.0, 110.0, 121.0], [1.05, 1.06, 1.05]
     judgement = judge_runs(
-        [[level] * 9 for level in levels], [[level / gain] * 9 for level, gain in zip(levels, gains, strict=True)]
+        [[level] * 9 for level in levels],
+        [[level / gain] * 9 for level, gain in zip(levels, gains, strict=True)],
     )
     assert judgement.pairs == [pytest.approx(gain) for gain in gains]
     assert (judgement.verdict, judgement.threshold) == (FASTER, pytest.approx(0.02))
@@ -104,7 +108,9 @@ def test_a_drift_that_both_share_hides_nothing():
 
 def test_two_rounds_ask_for_more_than_three():
     two = judge_runs([[100.0] * 9, [102.0] * 9], [[96.0] * 9, [98.0] * 9])
-    three = judge_runs([[100.0] * 9, [102.0] * 9, [101.0] * 9], [[96.0] * 9, [98.0] * 9, [97.0] * 9])
+    three = judge_runs(
+        [[100.0] * 9, [102.0] * 9, [101.0] * 9], [[96.0] * 9, [98.0] * 9, [97.0] * 9]
+    )
     assert (two.verdict, three.verdict) == (SAME, FASTER)
 
 
@@ -136,8 +142,16 @@ LEVELS = [[100.0] * 9, [110.0] * 9, [121.0] * 9]
     [
         (LEVELS, [LEVELS[0], LEVELS[1], [120.0] * 9], "2 times the 0.8% by which pairs differ"),
         ([WIDE] * 3, [[time - 4 for time in WIDE]] * 3, "half the 95% interval within the runs"),
-        ([[100.0] * 9] * 4, [[90.0] * 9] * 3 + [[101.0] * 9], "more than 12.1% counts, the 12.1% by which pairs"),
-        ([[110.0] * 9] * 3 + [[100.0] * 9], [[99.5] * 9] * 3 + [[101.0] * 9], "pairs disagree on which is faster"),
+        (
+            [[100.0] * 9] * 4,
+            [[90.0] * 9] * 3 + [[101.0] * 9],
+            "more than 12.1% counts, the 12.1% by which pairs",
+        ),
+        (
+            [[110.0] * 9] * 3 + [[100.0] * 9],
+            [[99.5] * 9] * 3 + [[101.0] * 9],
+            "pairs disagree on which is faster",
+        ),
     ],
 )
 def test_the_rule_that_decided_is_named(first, second, rule):

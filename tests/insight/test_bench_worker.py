@@ -32,7 +32,9 @@ def work(model, x):
 @pytest.fixture(autouse=True)
 def compiles_nothing(monkeypatch):
     """Hide graphs that earlier tests of this process compiled: the counter refuses scripts that compile."""
-    counters = sys.modules["torch._dynamo.utils"].counters if "torch._dynamo.utils" in sys.modules else {}
+    counters = (
+        sys.modules["torch._dynamo.utils"].counters if "torch._dynamo.utils" in sys.modules else {}
+    )
     if "stats" in counters:
         monkeypatch.delitem(counters["stats"], "unique_graphs", raising=False)
 
@@ -82,8 +84,15 @@ def counts(*orders):
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
 def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
-    assert bench_worker.choose_cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
-    assert "nothing in a step is a product" in bench_worker.choose_cheaper(list(counts(None, 0)))["reason"]
+    assert bench_worker.choose_cheaper(list(counts(*orders))) == {
+        "by_dtype": {"float32": 16},
+        "again": 0,
+        "reason": "",
+    }
+    assert (
+        "nothing in a step is a product"
+        in bench_worker.choose_cheaper(list(counts(None, 0)))["reason"]
+    )
 
 
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
@@ -143,7 +152,11 @@ def test_a_mode_that_the_script_put_on_top_is_left_alone():
 
 
 def test_a_script_that_ends_before_it_is_counted():
-    assert FlopCount().to_json() == {"by_dtype": {}, "again": 0, "reason": "the script ended before a step was counted"}
+    assert FlopCount().to_json() == {
+        "by_dtype": {},
+        "again": 0,
+        "reason": "the script ended before a step was counted",
+    }
 
 
 def test_compiling_is_noticed(model):
@@ -175,7 +188,9 @@ def test_compiling_is_noticed(model):
 )
 def test_peaks(device, by_dtype, expected):
     found, reason = analysis.find_peak(device, by_dtype)
-    assert found == expected if isinstance(expected, float) else (found is None and expected in reason)
+    assert (
+        found == expected if isinstance(expected, float) else (found is None and expected in reason)
+    )
 
 
 # --- what it is fed ---
@@ -196,7 +211,9 @@ def watched(monkeypatch):
     before = {id(module) for module in bench_worker.find_outermost_modules()}
     everything = bench_worker.find_outermost_modules
     monkeypatch.setattr(
-        bench_worker, "find_outermost_modules", lambda: [one for one in everything() if id(one) not in before]
+        bench_worker,
+        "find_outermost_modules",
+        lambda: [one for one in everything() if id(one) not in before],
     )
     batches = BatchCounter()
     yield batches
@@ -213,7 +230,12 @@ def test_microbatches_add_up_and_evaluation_does_not_count(watched):
         with torch.no_grad():
             model(ids)
         watched.close_step()
-    assert watched.to_json() == {"samples": 8.0, "tokens": 56.0, "calls": 4.0, "module": "Classifier"}
+    assert watched.to_json() == {
+        "samples": 8.0,
+        "tokens": 56.0,
+        "calls": 4.0,
+        "module": "Classifier",
+    }
 
 
 def test_recomputation_in_backward_does_not_count(watched):
@@ -225,13 +247,22 @@ def test_recomputation_in_backward_does_not_count(watched):
 
 
 def test_of_several_models_the_first_that_is_called_counts(watched):
-    embedding, head, frozen = nn.Embedding(10, 4), nn.Linear(4, 3), nn.Linear(1, 1).requires_grad_(False)
+    embedding, head, frozen = (
+        nn.Embedding(10, 4),
+        nn.Linear(4, 3),
+        nn.Linear(1, 1).requires_grad_(False),
+    )
     watched.start_counting()
     for _ in range(2):
         frozen(torch.zeros(99, 1))
         head(embedding(torch.zeros(5, 6, dtype=torch.long)))
     watched.close_step()
-    assert watched.to_json() == {"samples": 10.0, "tokens": 60.0, "calls": 2.0, "module": "Embedding"}
+    assert watched.to_json() == {
+        "samples": 10.0,
+        "tokens": 60.0,
+        "calls": 2.0,
+        "module": "Embedding",
+    }
 
 
 def test_a_container_that_is_never_called_is_looked_into(watched):
@@ -240,7 +271,12 @@ def test_a_container_that_is_never_called_is_looked_into(watched):
     for _ in range(4):
         both["system"][0](input_ids=torch.zeros(3, 5, dtype=torch.long))
         watched.close_step()
-    assert watched.to_json() == {"samples": 3.0, "tokens": 15.0, "calls": 1.0, "module": "Classifier"}
+    assert watched.to_json() == {
+        "samples": 3.0,
+        "tokens": 15.0,
+        "calls": 1.0,
+        "module": "Classifier",
+    }
 
 
 def test_nothing_is_left_on_the_model(watched):
@@ -297,7 +333,11 @@ def test_times_are_what_lies_between_marks(monkeypatch):
     clock = bench_worker.BorderClock(torch.device("cpu"), 2)
     for _ in range(3):
         clock.mark_border()
-    assert (clock.read_times(), clock.read_host_times(), clock.kind) == ([5.0, 2.0], [5.0, 2.0], "host clock")
+    assert (clock.read_times(), clock.read_host_times(), clock.kind) == (
+        [5.0, 2.0],
+        [5.0, 2.0],
+        "host clock",
+    )
 
 
 def test_the_peak_of_a_process_covers_what_it_holds():

@@ -44,7 +44,9 @@ def run():
 
 def only_row(stock, patched, *reruns, **noise_runs):
     named = {key: {"w": run} for key, run in noise_runs.items()}
-    (row,) = compare({"w": stock}, {"w": patched}, reruns=[{"w": run} for run in reruns], **named).rows
+    (row,) = compare(
+        {"w": stock}, {"w": patched}, reruns=[{"w": run} for run in reruns], **named
+    ).rows
     return row
 
 
@@ -123,7 +125,12 @@ def test_floor_of_noise():
     inside, outside = base.clone(), base.clone()
     inside[1], outside[1] = 1e-6, 1.01e-6
     row = only_row(base, inside)
-    assert (row.verdict, row.max_abs_diff, row.allowed, row.first_index) == (Verdict.WITHIN_NOISE, 1e-6, 1e-6, (1,))
+    assert (row.verdict, row.max_abs_diff, row.allowed, row.first_index) == (
+        Verdict.WITHIN_NOISE,
+        1e-6,
+        1e-6,
+        (1,),
+    )
     assert only_row(base, outside).verdict is Verdict.DIFFERENT
     comparison = compare([base], [inside])
     comparison.assert_equal()
@@ -145,7 +152,9 @@ def test_twice_the_noise_run_is_allowed_and_not_more(reordered):
 def test_the_largest_noise_run_counts():
     base = torch.zeros(2)
     for reordered, *reruns in ((base + 1, base), (base, base, base + 1)):
-        assert only_row(base, base + 2, *reruns, reordered=reordered).verdict is Verdict.WITHIN_NOISE
+        assert (
+            only_row(base, base + 2, *reruns, reordered=reordered).verdict is Verdict.WITHIN_NOISE
+        )
 
 
 def test_noise_of_one_tensor_allows_nothing_to_another():
@@ -156,7 +165,14 @@ def test_noise_of_one_tensor_allows_nothing_to_another():
 
 
 @pytest.mark.parametrize(
-    "noise_run", [None, torch.full((2, 2), INF), torch.full((2, 2), NAN), torch.ones(4), torch.ones(2, 2).double()]
+    "noise_run",
+    [
+        None,
+        torch.full((2, 2), INF),
+        torch.full((2, 2), NAN),
+        torch.ones(4),
+        torch.ones(2, 2).double(),
+    ],
 )
 def test_a_useless_noise_run_allows_nothing(noise_run):
     base = torch.zeros(2, 2)
@@ -172,7 +188,9 @@ def test_noise_never_excuses_a_value_that_is_not_finite():
     assert only_row(base.double(), broken.double(), reordered=huge).verdict is Verdict.DIFFERENT
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
+)
 def test_values_that_are_not_finite_equal_their_like(dtype):
     values = torch.tensor([NAN, INF, -INF, 0.0, 1.0]).to(dtype)
     assert only_row(values, values.clone()).verdict is Verdict.BITWISE
@@ -180,12 +198,20 @@ def test_values_that_are_not_finite_equal_their_like(dtype):
         changed = values.clone()
         changed[position] = other
         row = only_row(values, changed)
-        assert (row.verdict, row.first_index, row.max_abs_diff) == (Verdict.DIFFERENT, (position,), INF)
+        assert (row.verdict, row.first_index, row.max_abs_diff) == (
+            Verdict.DIFFERENT,
+            (position,),
+            INF,
+        )
 
 
 def test_nan_payload_and_the_sign_of_zero_do_not_count():
-    quiet, other = (struct.unpack("<f", struct.pack("<I", bits))[0] for bits in (0x7FC00000, 0x7FC00123))
-    assert only_row(torch.tensor([quiet, 0.0]), torch.tensor([other, -0.0])).verdict is Verdict.BITWISE
+    quiet, other = (
+        struct.unpack("<f", struct.pack("<I", bits))[0] for bits in (0x7FC00000, 0x7FC00123)
+    )
+    assert (
+        only_row(torch.tensor([quiet, 0.0]), torch.tensor([other, -0.0])).verdict is Verdict.BITWISE
+    )
     assert only_row(NAN, NAN).verdict is Verdict.BITWISE
     assert only_row(complex(NAN, 1), complex(NAN, 2)).verdict is Verdict.DIFFERENT
     assert only_row(0.0, -0.0).verdict is Verdict.BITWISE
@@ -194,7 +220,17 @@ def test_nan_payload_and_the_sign_of_zero_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+    "dtype",
+    [
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ],
 )
 def test_integers(dtype):
     base = torch.tensor([1, 2, 3]).to(dtype)
@@ -332,7 +368,11 @@ def test_message_shows_the_worst_first():
 
 
 def test_a_row_is_valid_json():
-    data = compare({"a": torch.zeros(1), "b": 1.0}, {"a": torch.tensor([NAN]), "b": 1.0}).rows[0].to_json()
+    data = (
+        compare({"a": torch.zeros(1), "b": 1.0}, {"a": torch.tensor([NAN]), "b": 1.0})
+        .rows[0]
+        .to_json()
+    )
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data == {
         "name": "a",

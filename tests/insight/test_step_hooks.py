@@ -45,7 +45,8 @@ def seen():
         seen.append((when, type(optimizer).__name__, parameter.grad.item(), parameter.item()))
 
     hooks = StepHooks(
-        before=lambda optimizer, args, kwargs: see("before", optimizer), after=lambda optimizer: see("after", optimizer)
+        before=lambda optimizer, args, kwargs: see("before", optimizer),
+        after=lambda optimizer: see("after", optimizer),
     )
     yield seen
     hooks.remove()
@@ -55,7 +56,11 @@ def seen():
 
 
 def optimizer(cls):
-    for base in (torch.optim.SGD, Base, cls):  # torch gives each its hooks when the first of it is built
+    for base in (
+        torch.optim.SGD,
+        Base,
+        cls,
+    ):  # torch gives each its hooks when the first of it is built
         parameter = torch.nn.Parameter(torch.ones(1))
         parameter.grad = torch.ones(1)
         last = base([parameter], lr=0.25)

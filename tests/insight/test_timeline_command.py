@@ -23,7 +23,14 @@ from tests.support import scripts
 from tests.support.environment import forget
 from tests.support.preloaded import preloaded
 
-SMALL = ["--layers=2", "--width=64", "--heads=2", "--eval-every=0", "--steps=30", "--bucket-cap-mb=1"]
+SMALL = [
+    "--layers=2",
+    "--width=64",
+    "--heads=2",
+    "--eval-every=0",
+    "--steps=30",
+    "--bucket-cap-mb=1",
+]
 FILES = {"timeline.png", "timeline.svg", "timeline.json.gz", "summary.json"}
 
 
@@ -58,13 +65,17 @@ def timeline(monkeypatch, capfd, tmp_path):
         ({}, ("--out", "taken/thesis.tex", "--"), "is a file. Name a folder"),
     ],
 )
-def test_mistakes_are_found_before_anything_runs(timeline, monkeypatch, tmp_path, environ, line, message):
+def test_mistakes_are_found_before_anything_runs(
+    timeline, monkeypatch, tmp_path, environ, line, message
+):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("")
     mark = tmp_path / "started"
-    command = () if message.startswith("Write") else (sys.executable, "-c", f"open({str(mark)!r}, 'w')")
+    command = (
+        () if message.startswith("Write") else (sys.executable, "-c", f"open({str(mark)!r}, 'w')")
+    )
     code, out, err = timeline(*line, *command)
     assert (code, out) == (2, ""), err
     assert message in err
@@ -72,7 +83,9 @@ def test_mistakes_are_found_before_anything_runs(timeline, monkeypatch, tmp_path
     assert (tmp_path / "taken" / "thesis.tex").exists()
 
 
-def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(timeline, monkeypatch, tmp_path):
+def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(
+    timeline, monkeypatch, tmp_path
+):
     monkeypatch.setattr(timeline_export, "find_spec", lambda name: None)
     code, out, err = timeline(recorded("stock")[0])
     assert (code, out) == (2, "")
@@ -80,7 +93,10 @@ def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(timeline
     code, out, _ = timeline("--no-picture", recorded("stock")[0])
     assert code == 0
     assert "hidden share" in out
-    assert {path.name for path in (tmp_path / "ovpatch-timeline").iterdir()} == {"timeline.json.gz", "summary.json"}
+    assert {path.name for path in (tmp_path / "ovpatch-timeline").iterdir()} == {
+        "timeline.json.gz",
+        "summary.json",
+    }
 
 
 def test_a_command_that_does_not_exist_takes_no_earlier_result_with_it(timeline, tmp_path):
@@ -127,7 +143,9 @@ class Browser:
         def fetch():
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(address.rpartition("/")[0] + "/summary.json", timeout=60)
-            with urllib.request.urlopen(urllib.request.Request(address, method="OPTIONS"), timeout=60) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(address, method="OPTIONS"), timeout=60
+            ) as answer:
                 assert answer.headers["Access-Control-Allow-Origin"] == command.PAGE
             with urllib.request.urlopen(address, timeout=60) as answer:
                 self.fetched = answer.read()
@@ -142,7 +160,10 @@ def test_a_trace_is_shown_in_the_browser(timeline, monkeypatch, tmp_path):
     monkeypatch.setattr(command.webbrowser, "get", lambda: browser)
     code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
     browser.thread.join(60)
-    assert (code, browser.fetched) == (0, (tmp_path / "ovpatch-timeline" / "timeline.json.gz").read_bytes())
+    assert (code, browser.fetched) == (
+        0,
+        (tmp_path / "ovpatch-timeline" / "timeline.json.gz").read_bytes(),
+    )
     assert "shown at https://ui.perfetto.dev" in err
 
 
@@ -153,7 +174,10 @@ def test_without_a_browser_the_file_is_named(timeline, monkeypatch):
     monkeypatch.setattr(command.webbrowser, "get", get)
     code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
     assert code == 0
-    assert "there is no browser here; open ovpatch-timeline/timeline.json.gz at https://ui.perfetto.dev by hand" in err
+    assert (
+        "there is no browser here; open ovpatch-timeline/timeline.json.gz at "
+        "https://ui.perfetto.dev by hand" in err
+    )
 
 
 def test_an_option_after_a_trace_starts_nothing_and_removes_nothing(timeline, tmp_path):
@@ -250,10 +274,21 @@ def test_a_whole_program_is_compared(tmp_path):
     command = [*preloaded(ranks=2), str(ROOT / "examples" / "train_gpt.py"), *SMALL]
     done = run(tmp_path, "--compare", "--step", "4", "--steps", "2", "--", *command).check()
     folder = tmp_path / "ovpatch-timeline"
-    assert {path.name for path in folder.iterdir()} == FILES | {"stock", "patched", "stock.log", "patched.log"}
+    assert {path.name for path in folder.iterdir()} == FILES | {
+        "stock",
+        "patched",
+        "stock.log",
+        "patched.log",
+    }
     assert "step    0  loss" in (folder / "stock.log").read_text()
     assert "loss" not in done.stdout, "what the command writes is in its log"
-    for line in ("stock: ", "patched: ", "overlap efficiency: ", "stock: recording cost ", "patched: recording cost "):
+    for line in (
+        "stock: ",
+        "patched: ",
+        "overlap efficiency: ",
+        "stock: recording cost ",
+        "patched: recording cost ",
+    ):
         assert f"\n{line}" in done.stdout
     assert "ovpatch::ddp::all_reduce" in done.stdout
     summary = json.loads((folder / "summary.json").read_text())
@@ -264,7 +299,10 @@ def test_a_whole_program_is_compared(tmp_path):
             assert [step["number"] for step in rank["steps"]] == [4, 5]
             phases = {group["phase"] for step in rank["steps"] for group in step["collectives"]}
             assert ("ovpatch::ddp::all_reduce" in phases) == (one["name"] == "patched")
-            assert all(step["compute"] > 0 and step["exposed"] + step["hidden"] > 0 for step in rank["steps"])
+            assert all(
+                step["compute"] > 0 and step["exposed"] + step["hidden"] > 0
+                for step in rank["steps"]
+            )
     merged = json.loads(gzip.decompress((folder / "timeline.json.gz").read_bytes()))["traceEvents"]
     names = {event["args"]["name"] for event in merged if event["name"] == "process_name"}
     assert {name for name in names if "summary" in name} == {
@@ -284,10 +322,15 @@ def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
 
 @pytest.mark.slow
 def test_an_variant_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
-    script = written(tmp_path, "for _ in range(20 if os.environ.get('OVPATCH') == '0' else 1): step()")
+    script = written(
+        tmp_path, "for _ in range(20 if os.environ.get('OVPATCH') == '0' else 1): step()"
+    )
     done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", *preloaded(), script)
     assert done.rc == 3
-    assert "patched: nothing was recorded. The command ended after step 1, and step 2 was asked for" in done.stderr
+    assert (
+        "patched: nothing was recorded. The command ended after step 1, and step 2 was asked for"
+        in done.stderr
+    )
     assert "\nstock: no communication in steps 2 to 4" in done.stdout
 
 

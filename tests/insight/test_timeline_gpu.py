@@ -24,18 +24,32 @@ def swept(path):
     """
     data = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal, parse_int=Decimal)
     events = data["traceEvents"]
-    launched = {e["args"]["correlation"]: e["ts"] for e in events if e["cat"].startswith("cuda_") and "args" in e}
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e["cat"].startswith("cuda_") and "args" in e
+    }
     kinds = {"compute": [], "talk": [], "copy": []}
     for e in events:
         if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
-            copies = e["cat"] == "gpu_memcpy" and e["name"].startswith(("Memcpy HtoD", "Memcpy DtoH"))
-            kinds["talk" if e["name"].startswith("nccl") else "copy" if copies else "compute"].append(e)
-    marks = {e["name"]: e["ts"] for e in events if e["name"].startswith("ovpatch::timeline::border")}
+            copies = e["cat"] == "gpu_memcpy" and e["name"].startswith(
+                ("Memcpy HtoD", "Memcpy DtoH")
+            )
+            kinds[
+                "talk" if e["name"].startswith("nccl") else "copy" if copies else "compute"
+            ].append(e)
+    marks = {
+        e["name"]: e["ts"] for e in events if e["name"].startswith("ovpatch::timeline::border")
+    }
 
     def border(number):
         """When the device had finished the compute that was launched before the host's mark."""
         at = marks[f"ovpatch::timeline::border ({number})"]
-        ends = (e["ts"] + e["dur"] for e in kinds["compute"] if launched.get(e["args"]["correlation"], 0) < at)
+        ends = (
+            e["ts"] + e["dur"]
+            for e in kinds["compute"]
+            if launched.get(e["args"]["correlation"], 0) < at
+        )
         return max([at, *ends])
 
     start, end = border(STEP - 1), border(STEP)
@@ -51,10 +65,20 @@ def swept(path):
         for kind, by in changes[now].items():
             running[kind] += by
         busy = {kind: count > 0 for kind, count in running.items()}
-        what = "compute" if busy["compute"] else "exposed" if busy["talk"] else "copies" if busy["copy"] else "idle"
+        what = (
+            "compute"
+            if busy["compute"]
+            else "exposed"
+            if busy["talk"]
+            else "copies"
+            if busy["copy"]
+            else "idle"
+        )
         found[what] += then - now
         found["hidden"] += (then - now) * (busy["compute"] and busy["talk"])
-    return {"step": round((end - start) * 1000)} | {name: round(time * 1000) for name, time in found.items()}
+    return {"step": round((end - start) * 1000)} | {
+        name: round(time * 1000) for name, time in found.items()
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,7 +100,10 @@ def test_every_nanosecond_is_where_a_sweep_finds_it(variant):
         (
             "gpu-patched",
             # Recorded when the step flags were labelled ballots.
-            {("nccl all_reduce", "ovpatch::ddp::all_reduce"): 14, ("nccl all_reduce", "ovpatch::ddp::ballot"): 1},
+            {
+                ("nccl all_reduce", "ovpatch::ddp::all_reduce"): 14,
+                ("nccl all_reduce", "ovpatch::ddp::ballot"): 1,
+            },
         ),
     ],
 )

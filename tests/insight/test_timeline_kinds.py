@@ -23,26 +23,62 @@ def kernel(name, category="kernel", **args):
 COMMUNICATION = [
     (ALL_REDUCE, "nccl all_reduce"),
     ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "nccl all_gather"),
-    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "nccl reduce_scatter"),
+    (
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "nccl reduce_scatter",
+    ),
     ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "nccl send/recv"),
     ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "nccl broadcast"),
     ("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", "nccl other"),
-    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", "nccl all_reduce"),
-    ("ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)", "nccl all_reduce"),
-    ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(...)", "symmetric memory all_reduce"),
-    ("void (anonymous namespace)::two_shot_all_reduce_kernel<float, 16, 8>(...)", "symmetric memory all_reduce"),
-    ("void (anonymous namespace)::one_shot_all_reduce_kernel<float, 16, 8>(...)", "symmetric memory all_reduce"),
-    ("void (anonymous namespace)::multimem_all_gather_kernel<16>(...)", "symmetric memory all_gather"),
+    (
+        "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
+        "nccl all_reduce",
+    ),
+    (
+        "ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)",
+        "nccl all_reduce",
+    ),
+    (
+        "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(...)",
+        "symmetric memory all_reduce",
+    ),
+    (
+        "void (anonymous namespace)::two_shot_all_reduce_kernel<float, 16, 8>(...)",
+        "symmetric memory all_reduce",
+    ),
+    (
+        "void (anonymous namespace)::one_shot_all_reduce_kernel<float, 16, 8>(...)",
+        "symmetric memory all_reduce",
+    ),
+    (
+        "void (anonymous namespace)::multimem_all_gather_kernel<16>(...)",
+        "symmetric memory all_gather",
+    ),
     (
         "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
         "symmetric memory barrier",
     ),
-    ("void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)", "symmetric memory barrier"),
-    ("void alltoall_on_stream_kernel<signed char>(int, signed char*)", "symmetric memory all_to_all"),
-    ("void fcollect_on_stream_kernel<signed char>(int, signed char*)", "symmetric memory all_gather"),
+    (
+        "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)",
+        "symmetric memory barrier",
+    ),
+    (
+        "void alltoall_on_stream_kernel<signed char>(int, signed char*)",
+        "symmetric memory all_to_all",
+    ),
+    (
+        "void fcollect_on_stream_kernel<signed char>(int, signed char*)",
+        "symmetric memory all_gather",
+    ),
     ("nvshmemi_proxy_rma_signal_entrypoint_blocking(rma_batch)", "symmetric memory signal"),
-    ("void c10d::intra_node_comm::oneShotAllReduceKernel<8u, true>(...)", "symmetric memory all_reduce"),
-    ("c10d::symmetric_memory::put_signal_kernel(unsigned int**, int, int)", "symmetric memory signal"),
+    (
+        "void c10d::intra_node_comm::oneShotAllReduceKernel<8u, true>(...)",
+        "symmetric memory all_reduce",
+    ),
+    (
+        "c10d::symmetric_memory::put_signal_kernel(unsigned int**, int, int)",
+        "symmetric memory signal",
+    ),
     ("symm_all_to_all_kernel", "symmetric memory all_to_all"),
 ]
 
@@ -102,7 +138,9 @@ def test_a_peer_copy_is_called_that():
     ],
 )
 def test_what_torch_says_about_a_kernel_counts_more_than_its_name(said, collective):
-    one = kernel("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", **{"Collective name": said})
+    one = kernel(
+        "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", **{"Collective name": said}
+    )
     assert name_collective(one) == f"nccl {collective}"
 
 

@@ -39,7 +39,9 @@ def test_each_kind_has_its_lane(lanes):
     trace.on_device("Memcpy DtoD (Device -> Device)", 90, 95, category="gpu_memcpy")
     found = lanes(trace)
     assert found.device == f"gpu {DEVICE}"
-    assert us(trace, found.compute) == [(10, 40), (90, 95)], "the op on the host is no work of the device"
+    assert us(trace, found.compute) == [(10, 40), (90, 95)], (
+        "the op on the host is no work of the device"
+    )
     assert us(trace, found.communication) == [(35, 60), (70, 75)]
     assert us(trace, found.exposed) == [(40, 60), (70, 75)]
     assert us(trace, found.copies) == [(80, 90)]
@@ -51,11 +53,15 @@ LABEL = "ovpatch::ddp::all_reduce (bucket 3)"
 
 def test_a_kernel_has_the_label_over_its_launch(lanes):
     trace = Synthetic()
-    trace.note("DistributedDataParallel.forward", 0, 100).note(LABEL, 10, 20).note("ovpatch::ddp::recover", 30, 60)
+    trace.note("DistributedDataParallel.forward", 0, 100).note(LABEL, 10, 20).note(
+        "ovpatch::ddp::recover", 30, 60
+    )
     trace.note("ovpatch::ddp::inner (x)", 40, 50)
     for launch in (5, 12, 25, 35, 45, 55, None):
         trace.nccl(1000 + 10 * (launch or 20), 1005 + 10 * (launch or 20), launch=launch)
-    labels = {us(trace, [(one.start, one.end)])[0][0]: one.label for one in lanes(trace).communications}
+    labels = {
+        us(trace, [(one.start, one.end)])[0][0]: one.label for one in lanes(trace).communications
+    }
     assert labels == {
         1050: "",
         1120: LABEL,
@@ -116,7 +122,9 @@ def test_a_launch_that_the_profiler_leaves_out_moves_no_other_border(lanes, numb
     trace = Synthetic().border(4, 0).border(5, 100).border(6, 200)
     trace.gemm(20, 130, launch=15).gemm(140, 180, launch=110)
     memset = {"device": DEVICE} if number is None else {"device": DEVICE, "correlation": number}
-    trace.add("Memset (Device)", "gpu_memset", 190, 210, pid=DEVICE, tid=7, **memset)  # by cuMemsetD32Async
+    trace.add(
+        "Memset (Device)", "gpu_memset", 190, 210, pid=DEVICE, tid=7, **memset
+    )  # by cuMemsetD32Async
     assert windows(trace, lanes(trace)) == {5: (0, 130), 6: (130, 210)}
 
 
@@ -133,7 +141,12 @@ def test_of_several_devices_the_busiest_is_shown_and_the_others_named(lanes):
 
 
 def test_steps_of_the_profilers_own_marks(lanes):
-    trace = Synthetic().op("aten::mm", 0, 300).note("ProfilerStep#7", 0, 90).note("ProfilerStep#8", 100, 300)
+    trace = (
+        Synthetic()
+        .op("aten::mm", 0, 300)
+        .note("ProfilerStep#7", 0, 90)
+        .note("ProfilerStep#8", 100, 300)
+    )
     found = lanes(trace)
     assert windows(trace, found) == {7: (0, 90), 8: (100, 300)}
     assert found.remarks == ()
@@ -142,7 +155,9 @@ def test_steps_of_the_profilers_own_marks(lanes):
 def test_steps_without_marks_are_those_of_the_optimizer_that_steps_last(lanes):
     trace = Synthetic().op("aten::mm", 0, 300)
     for at in (10, 110, 210):
-        trace.note("Optimizer.step#Adam.step", at, at + 10).note("Optimizer.step#SGD.step", at + 20, at + 30)
+        trace.note("Optimizer.step#Adam.step", at, at + 10).note(
+            "Optimizer.step#SGD.step", at + 20, at + 30
+        )
     found = lanes(trace)
     assert windows(trace, found) == {1: (40, 140), 2: (140, 240)}
     assert "Optimizer.step#SGD.step" in found.remarks[0]
@@ -198,7 +213,12 @@ def test_collectives_of_gloo_have_the_labels_of_their_calls_in_order_and_by_kind
     trace.note("ovpatch::a::y (1)", 20, 30).op("c10d::_allgather_base_", 22, 24)
     trace.note("ovpatch::a::x (1)", 30, 40).op("c10d::allreduce_", 32, 34)
     trace.op("c10d::allreduce_", 50, 52)
-    for start, name in ((13, "all_reduce"), (36, "all_reduce"), (60, "all_gather"), (70, "all_reduce")):
+    for start, name in (
+        (13, "all_reduce"),
+        (36, "all_reduce"),
+        (60, "all_gather"),
+        (70, "all_reduce"),
+    ):
         trace.note(f"gloo:{name}", start, start + 20, tid=99 + start % 2)
     found = [(one.collective, one.label) for one in lanes(trace).communications]
     assert found == [
@@ -211,7 +231,9 @@ def test_collectives_of_gloo_have_the_labels_of_their_calls_in_order_and_by_kind
 
 def test_a_collective_from_before_the_trace_takes_no_label(lanes):
     trace = cpu().note("gloo:all_reduce", 0, 30, tid=99)
-    trace.note("ovpatch::a::x (0)", 10, 20).op("c10d::allreduce_", 12, 14).note("gloo:all_reduce", 13, 30, tid=98)
+    trace.note("ovpatch::a::x (0)", 10, 20).op("c10d::allreduce_", 12, 14).note(
+        "gloo:all_reduce", 13, 30, tid=98
+    )
     assert [one.label for one in lanes(trace).communications] == ["", "ovpatch::a::x (0)"]
 
 
@@ -220,9 +242,13 @@ def test_a_collective_from_before_the_trace_takes_no_label(lanes):
 
 def test_ranks_are_put_in_order(tmp_path):
     paths = [
-        Synthetic(rank).op("aten::mm", 0, 5).write(tmp_path / f"{name}.json") for rank, name in ((1, "a"), (0, "b"))
+        Synthetic(rank).op("aten::mm", 0, 5).write(tmp_path / f"{name}.json")
+        for rank, name in ((1, "a"), (0, "b"))
     ]
-    assert [(one.rank, one.path.name) for one in read_all_ranks(paths)] == [(0, "b.json"), (1, "a.json")]
+    assert [(one.rank, one.path.name) for one in read_all_ranks(paths)] == [
+        (0, "b.json"),
+        (1, "a.json"),
+    ]
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path):

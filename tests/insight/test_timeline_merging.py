@@ -24,8 +24,21 @@ def rank(folder, number, *, late=0, zero=1_000_000):
     trace = Synthetic(number, zero=zero + late).border(4, 0).border(5, 90)
     trace.gemm(0, 40, launch=1, occupancy=0.25).nccl(30, 70, launch=2).gemm(70, 100, launch=3)
     flow = {"cat": "ac2g", "name": "ac2g", "id": 7, "pid": 4242, "tid": 4242, "ts": trace.zero + 1}
-    name = {"ph": "M", "name": "process_name", "pid": 4242, "tid": 0, "ts": trace.zero, "args": {"name": "python"}}
-    order = {"ph": "M", "name": "process_sort_index", "pid": "Spans", "tid": 0, "args": {"sort_index": 536870912}}
+    name = {
+        "ph": "M",
+        "name": "process_name",
+        "pid": 4242,
+        "tid": 0,
+        "ts": trace.zero,
+        "args": {"name": "python"},
+    }
+    order = {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": "Spans",
+        "tid": 0,
+        "args": {"sort_index": 536870912},
+    }
     trace.events += [{"ph": "s", **flow}, {"ph": "f", "bp": "e", **flow}, name, order]
     return trace.write(folder / f"{zero}-{number}.json")
 
@@ -34,12 +47,17 @@ def rank(folder, number, *, late=0, zero=1_000_000):
 def runs(tmp_path):
     stock = [rank(tmp_path, 0), rank(tmp_path, 1, late=25)]
     patched = [rank(tmp_path, 0, zero=9_000_000), rank(tmp_path, 1, zero=9_000_000, late=-5)]
-    return [make_run(name, read_all_ranks(paths)) for name, paths in (("stock", stock), ("patched", patched))]
+    return [
+        make_run(name, read_all_ranks(paths))
+        for name, paths in (("stock", stock), ("patched", patched))
+    ]
 
 
 def owners(events):
     """The name of each process, by its number."""
-    return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    return {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
 
 
 def test_every_event_is_there_once_and_processes_are_told_apart(runs, tmp_path):
@@ -61,7 +79,10 @@ def test_every_event_is_there_once_and_processes_are_told_apart(runs, tmp_path):
 def test_flows_join_two_ends_each_within_one_rank(runs, tmp_path):
     flows = [event for event in merged(runs, tmp_path / "m.json.gz") if event["ph"] in "sf"]
     assert set(Counter(event["id"] for event in flows).values()) == {2}
-    assert all(len({event["pid"] for event in flows if event["id"] == one}) == 1 for one in {f["id"] for f in flows})
+    assert all(
+        len({event["pid"] for event in flows if event["id"] == one}) == 1
+        for one in {f["id"] for f in flows}
+    )
 
 
 def test_variants_begin_at_zero_and_ranks_keep_their_distance(runs, tmp_path):
@@ -91,7 +112,9 @@ def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
     events = merged([stock, patched], tmp_path / "m.json.gz")
     assert min(event["ts"] for event in events if "ts" in event) == 0
     assert {event["ts"] for event in events if event["name"] in ("step 4", "step 5")} == {40}
-    assert "Infinity" in {event.get("args", {}).get("bandwidth") for event in events}, "text: JSON has no such number"
+    assert "Infinity" in {event.get("args", {}).get("bandwidth") for event in events}, (
+        "text: JSON has no such number"
+    )
 
 
 def test_ranks_of_machines_whose_clocks_differ_stand_together(tmp_path):
@@ -99,8 +122,14 @@ def test_ranks_of_machines_whose_clocks_differ_stand_together(tmp_path):
     run = make_run("stock", read_all_ranks(paths))
     assert len({one.steps[0].start for one in run.ranks}) == 1
     assert "clocks differ by more than a step" in run.remarks[0]
-    assert split_step(run.ranks[0], run.ranks[0].steps[0]) == split_step(run.ranks[1], run.ranks[1].steps[0])
-    kernels = [event["ts"] for event in merged([run], tmp_path / "m.json.gz") if event.get("cat") == "kernel"]
+    assert split_step(run.ranks[0], run.ranks[0].steps[0]) == split_step(
+        run.ranks[1], run.ranks[1].steps[0]
+    )
+    kernels = [
+        event["ts"]
+        for event in merged([run], tmp_path / "m.json.gz")
+        if event.get("cat") == "kernel"
+    ]
     assert kernels == [0, 30, 70] * 2
 
 
@@ -114,14 +143,20 @@ def test_recorded_traces_keep_times_and_totals(tmp_path):
     run = make_run("stock", read_all_ranks(recorded("stock")))
     events = merged([run], tmp_path / "m.json.gz")
     for one in run.ranks:
-        mine = {pid for pid, name in owners(events).items() if name == f"stock rank {one.rank}: summary"}
+        mine = {
+            pid for pid, name in owners(events).items() if name == f"stock rank {one.rank}: summary"
+        }
         parts = [split_step(one, step) for step in one.steps]
         for name, total in (
             ("exposed communication", sum(p.exposed for p in parts)),
             ("idle", sum(p.idle for p in parts)),
         ):
-            found = sum(round(e["dur"] * 1000) for e in events if e["name"] == name and e["pid"] in mine)
+            found = sum(
+                round(e["dur"] * 1000) for e in events if e["name"] == name and e["pid"] in mine
+            )
             assert found == total
     spans = [event for event in events if event.get("name") == "gloo:all_reduce"]
     assert len(spans) == sum(len(one.communications) for one in run.ranks)
-    assert {round(e["dur"] * 1000) for e in spans} == {c.end - c.start for one in run.ranks for c in one.communications}
+    assert {round(e["dur"] * 1000) for e in spans} == {
+        c.end - c.start for one in run.ranks for c in one.communications
+    }

@@ -58,7 +58,9 @@ def test_exposed_is_red_and_as_long_as_it_took(run, tmp_path):
         timeline_export.draw_picture([run(name, *spans)], [path])
     none, ten, forty = (red_share(path) for path in files.values())
     assert none[0] == 0
-    assert forty[0] / ten[0] == pytest.approx(4, rel=0.2)  # the numbers written in white take some of it
+    assert forty[0] / ten[0] == pytest.approx(
+        4, rel=0.2
+    )  # the numbers written in white take some of it
     width = ten[1].max() - ten[1].min()
     assert 0.08 < width < 0.1, "a tenth of the axis, which is not quite as wide as the picture"
 
@@ -86,7 +88,10 @@ def test_stock_stands_above_patched_on_one_scale(run, tmp_path):
     ],
 )
 def test_the_headline_says_the_result(run, variants, expected):
-    assert timeline_export.format_headline([run(name, *spans) for name, *spans in variants]) == expected
+    assert (
+        timeline_export.format_headline([run(name, *spans) for name, *spans in variants])
+        == expected
+    )
 
 
 def test_of_many_steps_three_are_drawn_with_the_shown_one(run):
@@ -100,7 +105,13 @@ def test_of_many_steps_three_are_drawn_with_the_shown_one(run):
 def test_a_rank_is_drawn_to_the_end_of_its_own_last_step(tmp_path):
     paths = []
     for rank, end in ((0, 100_000), (1, 60_000)):
-        trace = Synthetic(rank).border(4, 0).border(5, end - 10).gemm(0, end, launch=1).nccl(90_000, 120_000, launch=2)
+        trace = (
+            Synthetic(rank)
+            .border(4, 0)
+            .border(5, end - 10)
+            .gemm(0, end, launch=1)
+            .nccl(90_000, 120_000, launch=2)
+        )
         paths.append(trace.write(tmp_path / f"rank{rank}.json"))
     (axes,) = timeline_export._figure([make_run("stock", read_all_ranks(paths))]).axes
     ends = {}
@@ -132,7 +143,8 @@ def test_many_small_gaps_make_no_large_file(tmp_path):
     for start in range(0, 100_000, 4):
         trace.gemm(start, start + 3, launch=1)
     timeline_export.draw_picture(
-        [make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))], [tmp_path / "a.svg"]
+        [make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))],
+        [tmp_path / "a.svg"],
     )
     assert (tmp_path / "a.svg").stat().st_size < 300_000
 

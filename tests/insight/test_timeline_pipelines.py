@@ -13,7 +13,13 @@ from matplotlib.colors import to_hex
 
 import ovpatch
 from ovpatch.insight.timeline import pipelines, timeline_export, timeline_worker
-from ovpatch.insight.timeline.summary import align_runs, compute_efficiency, format_tables, make_run, run_to_json
+from ovpatch.insight.timeline.summary import (
+    align_runs,
+    compute_efficiency,
+    format_tables,
+    make_run,
+    run_to_json,
+)
 from ovpatch.insight.timeline.tracks import read_all_ranks, shift_tracks
 from ovpatch.patching import PatchManager
 from tests.insight.traces import COMPUTE_STREAM, DEVICE, NCCL_STREAM, Synthetic
@@ -35,7 +41,9 @@ def run(tmp_path):
         trace = Synthetic(rank).border(4, 0).border(5, 100 * MS)
         for kind, start, end in (("F", 10, 20), ("B", 40, 60), ("W", 60, 75)):
             trace.note(_label(kind, 3, "BW" if kind == "B" else ""), start * MS, end * MS)
-            trace.note(_label(kind, 3), (start + 1) * MS, (end - 1) * MS).op("aten::mm", (start + 2) * MS, end * MS)
+            trace.note(_label(kind, 3), (start + 1) * MS, (end - 1) * MS).op(
+                "aten::mm", (start + 2) * MS, end * MS
+            )
         trace.op("aten::add_", 80 * MS, 85 * MS).note("Optimizer.step#SGD.step", 80 * MS, 85 * MS)
         paths.append(trace.write(tmp_path / f"rank{rank}.json"))
     return make_run("stock", read_all_ranks(paths))
@@ -61,14 +69,18 @@ def _steps(folder, *waits: int):
     trace, end = Synthetic(0).border(4, 0), 0
     for number, wait in enumerate(waits, 5):
         start, end = end, end + 100 * MS
-        trace.border(number, end).note(_label("F", 1), start + wait * MS, end).op("aten::mm", start + wait * MS, end)
+        trace.border(number, end).note(_label("F", 1), start + wait * MS, end).op(
+            "aten::mm", start + wait * MS, end
+        )
     folder.mkdir()
     return make_run(folder.name, read_all_ranks([trace.write(folder / "rank0.json")]))
 
 
 def test_of_pipelines_bubbles_are_compared_over_the_same_steps_and_no_efficiency(tmp_path):
     """A receive is exposed for as long as its sender takes, so a smaller bubble may come with more of that."""
-    stock, patched = align_runs([_steps(tmp_path / "stock", 33, 39, 35, 90), _steps(tmp_path / "patched", 29, 19, 20)])
+    stock, patched = align_runs(
+        [_steps(tmp_path / "stock", 33, 39, 35, 90), _steps(tmp_path / "patched", 29, 19, 20)]
+    )
     assert compute_efficiency(stock, patched) is None
     text = format_tables([stock, patched])
     assert "efficiency" not in text
@@ -82,7 +94,13 @@ def test_of_pipelines_bubbles_are_compared_over_the_same_steps_and_no_efficiency
 
 
 def test_other_traces_say_nothing_of_pipelines(tmp_path):
-    trace = Synthetic(0).border(4, 0).border(5, 100).op("aten::mm", 0, 50).note("ovpatch::ddp::F (0F3)", 0, 50)
+    trace = (
+        Synthetic(0)
+        .border(4, 0)
+        .border(5, 100)
+        .op("aten::mm", 0, 50)
+        .note("ovpatch::ddp::F (0F3)", 0, 50)
+    )
     other = make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))
     assert not pipelines.has_pipeline([other])
     assert "pipeline" not in format_tables([other])
@@ -106,16 +124,30 @@ def test_ranks_are_rows_of_coloured_computations(run, tmp_path):
         for path in bars.get_paths():
             box = path.get_extents()
             colour = to_hex(bars.get_facecolor()[0])
-            found.setdefault(round(box.y0 + 0.41), []).append((round(box.x0), round(box.x1), colour))
+            found.setdefault(round(box.y0 + 0.41), []).append(
+                (round(box.x0), round(box.x1), colour)
+            )
     waits = [(0, 10), (20, 40), (75, 80), (85, 100)]
     expected = [(*span, pipelines.WAIT) for span in waits] + [(80, 85, pipelines.OTHER)]
-    expected += [(10, 20, pipelines.COLOURS["F"]), (40, 60, pipelines.COLOURS["B"]), (60, 75, pipelines.COLOURS["W"])]
-    assert {row: sorted(bars) for row, bars in found.items()} == {0: sorted(expected), 1: sorted(expected)}
+    expected += [
+        (10, 20, pipelines.COLOURS["F"]),
+        (40, 60, pipelines.COLOURS["B"]),
+        (60, 75, pipelines.COLOURS["W"]),
+    ]
+    assert {row: sorted(bars) for row, bars in found.items()} == {
+        0: sorted(expected),
+        1: sorted(expected),
+    }
     assert [text.get_text() for text in axes.texts if text.get_text() == "3"] == ["3"] * 6
-    assert timeline_export.format_headline([run, run]) == "Pipeline bubble: stock 55% of 100 ms  →  stock 55% of 100 ms"
+    assert (
+        timeline_export.format_headline([run, run])
+        == "Pipeline bubble: stock 55% of 100 ms  →  stock 55% of 100 ms"
+    )
     timeline_export.write_merged_trace([run], tmp_path / "merged.json.gz")
     events = json.loads(gzip.decompress((tmp_path / "merged.json.gz").read_bytes()))["traceEvents"]
-    assert [event["dur"] for event in events if event.get("cat") == "ovpatch" and event["name"] == "0B3"] == [20000] * 2
+    assert [
+        event["dur"] for event in events if event.get("cat") == "ovpatch" and event["name"] == "0B3"
+    ] == [20000] * 2
 
 
 def _record(feature: bool) -> list[str]:
@@ -145,4 +177,6 @@ def _record(feature: bool) -> list[str]:
 def test_stock_and_the_feature_have_the_same_labels(ranks: Any, feature: bool) -> None:
     for rank, labels in enumerate(ranks(2)(_record, feature)):
         kinds = "FBW" if feature else "FB"
-        assert sorted(labels) == sorted(f"{kind} ({rank}{kind}{number})" for kind in kinds for number in range(3))
+        assert sorted(labels) == sorted(
+            f"{kind} ({rank}{kind}{number})" for kind in kinds for number in range(3)
+        )

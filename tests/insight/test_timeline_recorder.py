@@ -62,7 +62,9 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def server():
     line = ["bash", "-c", 'exec "$0" -c "$1" 3>&1', sys.executable, SERVER]
-    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean(os.environ))
+    process = subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean(os.environ)
+    )
     yield process
     process.stdin.close()
     process.wait(60)
@@ -79,7 +81,9 @@ def run(server, tmp_path):
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
-        done = SimpleNamespace(returncode=code, **{f"std{n}": (tmp_path / n).read_text() for n in ("out", "err")})
+        done = SimpleNamespace(
+            returncode=code, **{f"std{n}": (tmp_path / n).read_text() for n in ("out", "err")}
+        )
         facts = tmp_path / "left" / "recording-rank0.json"
         return done, tmp_path / "left", json.loads(facts.read_text()) if facts.exists() else None
 
@@ -91,7 +95,9 @@ def test_the_ordered_steps_are_recorded_and_the_process_leaves(run):
     done, folder, facts = run("step(50)\nprint('went on')")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert facts["recorded"] == [3, 4]
-    assert facts["last"] == 7, "two steps after those that were recorded, and the one in which the trace was written"
+    assert facts["last"] == 7, (
+        "two steps after those that were recorded, and the one in which the trace was written"
+    )
     assert sorted(map(int, facts["durations"])) == [3, 4, 5, 6, 7]
     (one,) = read_all_ranks([folder / "trace-rank0.json.gz"])
     assert [step.number for step in one.steps] == [3, 4]
@@ -104,7 +110,9 @@ def test_without_operators_only_ours_is_told_to_leave_them_out():
     asked = []
     recorder = ProfilerSession(operators=False)
     try:
-        enable = recorder._wrap_enable(lambda config, activities, scopes=(): asked.append([s.name for s in scopes]))
+        enable = recorder._wrap_enable(
+            lambda config, activities, scopes=(): asked.append([s.name for s in scopes])
+        )
         both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
         enable(None, both)  # somebody else's
         recorder._starting = True
@@ -130,7 +138,10 @@ def test_the_rank_is_that_of_the_steps_though_the_group_is_destroyed_at_the_end(
     whose = "import os\nos.environ.update(RANK='{}', WORLD_SIZE='{}')\n"
     done, folder, _ = run(whose.format(3, 4) + "step(4)\n" + whose.format(0, 1))
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in folder.glob("*-rank*")) == ["recording-rank3.json", "trace-rank3.json.gz"]
+    assert sorted(path.name for path in folder.glob("*-rank*")) == [
+        "recording-rank3.json",
+        "trace-rank3.json.gz",
+    ]
     assert json.loads((folder / "recording-rank3.json").read_text())["world"] == 4
 
 
@@ -197,13 +208,16 @@ OWN = {
 @pytest.mark.parametrize("when", OWN)
 def test_the_scripts_own_profiler_is_not_disturbed(run, when):
     check = (
-        "\nassert 'aten::addmm' in {e.key for e in p.key_averages()}, 'the script has lost its events'\nprint('fine')"
+        "\nassert 'aten::addmm' in {e.key for e in p.key_averages()}, 'the script has "
+        "lost its events'\nprint('fine')"
     )
     done, folder, facts = run(OWN[when] + check, stop=False)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
     assert facts["recorded"] == []
     assert "own profiler" in facts["yielded"]
-    with pytest.raises(TraceError, match=r"own profiler.*, and ours gave way\. Choose other steps with --step"):
+    with pytest.raises(
+        TraceError, match=r"own profiler.*, and ours gave way\. Choose other steps with --step"
+    ):
         read_recording("patched", folder, range(3, 5))
 
 
@@ -243,7 +257,12 @@ def left(folder, *all_facts, traces=()):
 
 
 def test_a_rank_without_a_trace_is_named(tmp_path):
-    folder = left(tmp_path, facts(0, 3), facts(2, 3, (), yielded="the script started its own profiler"), traces=[0])
+    folder = left(
+        tmp_path,
+        facts(0, 3),
+        facts(2, 3, (), yielded="the script started its own profiler"),
+        traces=[0],
+    )
     assert read_recording("stock", folder, range(3, 5)).remarks == (
         "stock: rank 1 left no trace: it took none of these steps, or was killed",
         "stock: rank 2 left no trace: the script started its own profiler",
@@ -254,7 +273,10 @@ def test_a_rank_without_a_trace_is_named(tmp_path):
     ("some", "complaint"),
     [
         ([], "No process made a step of an optimizer"),
-        ([facts(last=2, recorded=())], "ended after step 2, and step 3 was asked for. Lower --step"),
+        (
+            [facts(last=2, recorded=())],
+            "ended after step 2, and step 3 was asked for. Lower --step",
+        ),
     ],
 )
 def test_nothing_recorded_is_an_error_with_the_cause(tmp_path, some, complaint):
@@ -272,8 +294,12 @@ def test_the_cost_is_of_the_slowest_rank_without_the_steps_in_which_our_own_work
 @pytest.mark.parametrize(("recorded", "said"), [(102, False), (104, False), (112, True)])
 def test_a_cost_beyond_the_limit_is_said_if_it_is_beyond_the_steps_spread(tmp_path, recorded, said):
     times = {3: recorded, 4: recorded, 6: 92, 7: 108}
-    remarks = read_recording("stock", left(tmp_path, facts(durations=times), traces=[0]), range(3, 5)).remarks
-    assert [remark.startswith("stock: recording cost 12.0% of a step") for remark in remarks] == [True] * said
+    remarks = read_recording(
+        "stock", left(tmp_path, facts(durations=times), traces=[0]), range(3, 5)
+    ).remarks
+    assert [remark.startswith("stock: recording cost 12.0% of a step") for remark in remarks] == [
+        True
+    ] * said
 
 
 def test_on_a_gpu_blocks_count_not_single_steps():
@@ -292,7 +318,17 @@ def test_hosts_that_run_ahead_in_turns_cost_nothing():
 
 
 def test_a_device_that_gets_slower_as_it_gets_warm_is_no_cost():
-    times = {**dict.fromkeys(range(3, 10), 90), 10: 99, 11: 101, 12: 50, 13: 102, 14: 102, 15: 900, 16: 103, 17: 105}
+    times = {
+        **dict.fromkeys(range(3, 10), 90),
+        10: 99,
+        11: 101,
+        12: 50,
+        13: 102,
+        14: 102,
+        15: 900,
+        16: 103,
+        17: 105,
+    }
     cost = measure_cost([facts(0, 1, (13, 14), times, device="gpu")])
     assert (cost.recorded, cost.unrecorded) == (pytest.approx(102e-9), pytest.approx(102e-9))
 

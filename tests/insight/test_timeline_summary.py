@@ -18,7 +18,13 @@ from ovpatch.insight.timeline.summary import (
     split_step,
 )
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.insight.timeline.tracks import Communication, Intervals, RankTracks, Step, read_all_ranks
+from ovpatch.insight.timeline.tracks import (
+    Communication,
+    Intervals,
+    RankTracks,
+    Step,
+    read_all_ranks,
+)
 from tests.insight.traces import Synthetic, recorded
 
 
@@ -30,7 +36,10 @@ def lanes(compute, communications, copies=(), steps=((1, 0, 100),), rank=0):
         None,
         Intervals.union_of(compute),
         Intervals.union_of(copies),
-        tuple(Communication("nccl all_reduce", label, start, end) for label, start, end in communications),
+        tuple(
+            Communication("nccl all_reduce", label, start, end)
+            for label, start, end in communications
+        ),
         tuple(Step(*step) for step in steps),
         0,
     )
@@ -44,7 +53,14 @@ def parts(one):
 
 def test_a_step_by_hand():
     one = lanes([(0, 40), (60, 70)], [("", 30, 50), ("", 45, 65), ("", 95, 130)], copies=[(35, 80)])
-    assert parts(one) == {"step": 100, "compute": 50, "hidden": 15, "exposed": 25, "copies": 10, "idle": 15}
+    assert parts(one) == {
+        "step": 100,
+        "compute": 50,
+        "hidden": 15,
+        "exposed": 25,
+        "copies": 10,
+        "idle": 15,
+    }
     assert split_step(one, one.steps[0]).hidden_share == 15 / 40
 
 
@@ -76,9 +92,13 @@ def test_every_point_of_a_step_is_counted_once(compute, talk, copies, start, len
 
 
 def test_groups_are_by_collective_and_phase_the_most_exposed_first():
-    one = lanes([(0, 50)], [("ovpatch::a::x (0)", 0, 10), ("ovpatch::a::x (1)", 5, 20), ("", 45, 60), ("", 200, 300)])
+    one = lanes(
+        [(0, 50)],
+        [("ovpatch::a::x (0)", 0, 10), ("ovpatch::a::x (1)", 5, 20), ("", 45, 60), ("", 200, 300)],
+    )
     found = [
-        (group.phase, group.calls, group.hidden, group.exposed) for group in group_communications(one, one.steps[0])
+        (group.phase, group.calls, group.hidden, group.exposed)
+        for group in group_communications(one, one.steps[0])
     ]
     assert found == [("", 1, 5, 10), ("ovpatch::a::x", 2, 20, 0)]
 
@@ -87,7 +107,11 @@ def with_exposed(*exposed, rank=0):
     """Steps of 100, in each of which so much is exposed."""
     steps = [(number, 100 * number, 100 * number + 100) for number in range(1, len(exposed) + 1)]
     return lanes(
-        [], [("", start, start + time) for (_, start, _), time in zip(steps, exposed, strict=True)], (), steps, rank
+        [],
+        [("", start, start + time) for (_, start, _), time in zip(steps, exposed, strict=True)],
+        (),
+        steps,
+        rank,
     )
 
 
@@ -118,7 +142,9 @@ def test_only_steps_that_all_ranks_have_count():
     ],
 )
 def test_efficiency_has_a_range_and_takes_three_steps(stock, patched, expected):
-    found = compute_efficiency(make_run("stock", [with_exposed(*stock)]), make_run("patched", [with_exposed(*patched)]))
+    found = compute_efficiency(
+        make_run("stock", [with_exposed(*stock)]), make_run("patched", [with_exposed(*patched)])
+    )
     assert found == (None if expected is None else pytest.approx(expected))
 
 
@@ -131,7 +157,10 @@ def test_efficiency_has_a_range_and_takes_three_steps(stock, patched, expected):
     ],
 )
 def test_a_negative_efficiency_is_said_in_words(stock, patched, said):
-    runs = [make_run("stock", [with_exposed(*stock)]), make_run("patched", [with_exposed(*patched)])]
+    runs = [
+        make_run("stock", [with_exposed(*stock)]),
+        make_run("patched", [with_exposed(*patched)]),
+    ]
     text = summary.format_tables(runs)
     assert f"overlap efficiency: {said}" in text
     assert "-" not in text[text.index("overlap efficiency: ") :].partition("(1 - ")[0]
@@ -139,12 +168,22 @@ def test_a_negative_efficiency_is_said_in_words(stock, patched, said):
 
 def test_two_runs_have_medians_over_the_same_steps_and_show_the_same_one():
     """The steps differ by their work, so the median step of each would be another one."""
-    alone = make_run("stock", [with_exposed(10, 50, 90, 99, 99)]), make_run("patched", [with_exposed(80, 5, 40)])
+    alone = (
+        make_run("stock", [with_exposed(10, 50, 90, 99, 99)]),
+        make_run("patched", [with_exposed(80, 5, 40)]),
+    )
     assert [run.shown for run in alone] == [3, 3]
-    alone = make_run("stock", [with_exposed(10, 50, 90)]), make_run("patched", [with_exposed(80, 5, 40, 1, 1)])
+    alone = (
+        make_run("stock", [with_exposed(10, 50, 90)]),
+        make_run("patched", [with_exposed(80, 5, 40, 1, 1)]),
+    )
     assert [run.shown for run in alone] == [2, 2]
     stock, patched = align_runs(alone)
-    assert (stock.counted, patched.counted, patched.steps) == ((1, 2, 3), (1, 2, 3), (1, 2, 3, 4, 5))
+    assert (stock.counted, patched.counted, patched.steps) == (
+        (1, 2, 3),
+        (1, 2, 3),
+        (1, 2, 3, 4, 5),
+    )
     assert (stock.median_exposed, patched.median_exposed) == (50, 40)
     assert stock.shown == patched.shown
     assert compute_efficiency(stock, patched).median == pytest.approx(1 - 40 / 50)
@@ -159,7 +198,9 @@ def test_runs_without_a_common_step_are_compared_as_they_are_and_that_is_said():
     assert "have no step in common" not in summary.format_tables(runs[:1])
 
 
-TALKS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 60)), max_size=8)
+TALKS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 60)), max_size=8
+)
 
 
 @given(SPANS, TALKS)
@@ -175,7 +216,12 @@ def variants(tmp_path):
     """A stock and a patched run of one step on two GPUs: 38 of 210 ms exposed, 12 of 184."""
 
     def rank(number, length, exposed):
-        trace = Synthetic(number).border(4, 0).border(5, 190_000).note("ovpatch::ddp::all_reduce (bucket 0)", 10, 20)
+        trace = (
+            Synthetic(number)
+            .border(4, 0)
+            .border(5, 190_000)
+            .note("ovpatch::ddp::all_reduce (bucket 0)", 10, 20)
+        )
         trace.gemm(0, 100_000, launch=5).nccl(20_000, 100_000 + exposed, launch=15)
         trace.gemm(100_000 + exposed, length, launch=25)
         return trace.write(tmp_path / f"{length}-{number}.json")
@@ -199,7 +245,12 @@ def test_the_text(variants):
 def test_the_json_has_every_step_in_nanoseconds(variants):
     data = json.loads(json.dumps(run_to_json(variants[0])))
     (step,) = data["ranks"][1]["steps"]
-    assert (step["number"], step["step"], step["exposed"], step["idle"]) == (5, 210_000_000, 36_000_000, 0)
+    assert (step["number"], step["step"], step["exposed"], step["idle"]) == (
+        5,
+        210_000_000,
+        36_000_000,
+        0,
+    )
     assert step["hidden_share"] == 80 / 116
     assert step["collectives"][0]["collective"] == "nccl all_reduce"
 
@@ -208,8 +259,13 @@ def test_the_json_has_every_step_in_nanoseconds(variants):
 
 
 def test_recorded_collectives_have_the_labels_of_the_feature():
-    stock, patched = (make_run(variant, read_all_ranks(recorded(variant))) for variant in ("stock", "patched"))
+    stock, patched = (
+        make_run(variant, read_all_ranks(recorded(variant))) for variant in ("stock", "patched")
+    )
     assert {one.label for lanes_ in stock.ranks for one in lanes_.communications} == {""}
     for one in patched.ranks:
         names = [c.label for c in one.communications if c.label]
-        assert names == ["ovpatch::ddp::all_reduce (bucket 0)", "ovpatch::ddp::all_reduce (bucket 1)"] * 2
+        assert (
+            names
+            == ["ovpatch::ddp::all_reduce (bucket 0)", "ovpatch::ddp::all_reduce (bucket 1)"] * 2
+        )

@@ -25,7 +25,12 @@ def written(path: Path, *events, base=0) -> Path:
     ("ts", "dur", "start", "end"),
     [
         ("4404684937622.820", "74.380", 4404684937622820, 4404684937697200),
-        ("1795261711123456.789", "0.001", 1795261711123456789, 1795261711123456790),  # as a float: a quarter of 1 us
+        (
+            "1795261711123456.789",
+            "0.001",
+            1795261711123456789,
+            1795261711123456790,
+        ),  # as a float: a quarter of 1 us
         ("5", "2", 5000, 7000),
         ("0.999", "0.001", 999, 1000),
     ],
@@ -54,7 +59,9 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path):
 
 
 def test_events_come_by_start_the_longer_first(tmp_path):
-    path = written(tmp_path / "rank0.json", event("5", "1", "c"), event("1", "2", "b"), event("1", "9", "a"))
+    path = written(
+        tmp_path / "rank0.json", event("5", "1", "c"), event("1", "2", "b"), event("1", "9", "a")
+    )
     assert [one.name for one in read_trace(path).events] == ["a", "b", "c"]
 
 
@@ -64,7 +71,11 @@ def test_events_come_by_start_the_longer_first(tmp_path):
         ({"rank": 3}, "rank1.json", 3),
         (None, "rank7.json", 7),
         (None, "trace_rank-12.json.gz", 12),
-        (None, "host_4242.1795261711.pt.trace.json", None),  # tensorboard's: process and time, no rank
+        (
+            None,
+            "host_4242.1795261711.pt.trace.json",
+            None,
+        ),  # tensorboard's: process and time, no rank
         (None, "20261121.json", None),
         (None, "trace_4.json", 4),
         (None, "trace.json", None),
@@ -78,11 +89,19 @@ def test_the_rank_is_the_files_or_else_its_names(information, name, rank):
     ("content", "complaint", "remedy"),
     [
         (b'{"traceEvents": [{"ph": "X", ', "is not complete JSON", "record it again"),
-        (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12], "is not complete JSON", "record it again"),
+        (
+            gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12],
+            "is not complete JSON",
+            "record it again",
+        ),
         (b"\xff\xfe\x00", "is not complete JSON", "record it again"),
         (b'{"weights": 1}', "has no traceEvents", "export_chrome_trace"),
         (b'{"traceEvents": []}', "no ops and no kernels", "ProfilerActivity.CPU"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "cannot be understood", "again"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}',
+            "cannot be understood",
+            "again",
+        ),
         (b'{"traceEvents": [7]}', "cannot be understood", "again"),
         (f'{{"traceEvents": [{event("NaN", "1")}]}}'.encode(), "cannot be understood", "again"),
         (b'{"baseTimeNanoseconds": "?", "traceEvents": []}', "cannot be understood", "again"),

@@ -65,7 +65,10 @@ def run(tmp_path):
 
 
 def counted(outcome):
-    return {path.stem: json.loads(path.read_text())["step"] for path in sorted(outcome.folder.glob("rank*.json"))}
+    return {
+        path.stem: json.loads(path.read_text())["step"]
+        for path in sorted(outcome.folder.glob("rank*.json"))
+    }
 
 
 @pytest.mark.slow
@@ -106,7 +109,10 @@ def test_a_step_is_one_turn_of_all_optimizers_and_a_slow_rank_finds_its_peers_st
 
 @pytest.mark.slow
 def test_a_script_that_ends_earlier_ends_by_itself(run):
-    outcome = run("step()\nprint('the end', flush=True)\ndist.barrier()\ndist.destroy_process_group()\nos._exit(0)")
+    outcome = run(
+        "step()\nprint('the end', "
+        "flush=True)\ndist.barrier()\ndist.destroy_process_group()\nos._exit(0)"
+    )
     assert outcome.code == 0
     assert counted(outcome) == {"rank0": 1, "rank1": 1}
     assert "the end" in outcome.read_failure()
@@ -124,7 +130,10 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
         """
     for timeout in programs.PATIENCE:
         outcome = run(body, launcher=preloaded(ranks=2), timeout=timeout)
-        if len(variants.read_ranks(outcome.folder)) == 2 and variants.read_slowest_step(outcome.folder) == 1:
+        if (
+            len(variants.read_ranks(outcome.folder)) == 2
+            and variants.read_slowest_step(outcome.folder) == 1
+        ):
             break
     assert outcome.timed_out
     assert sorted(variants.read_ranks(outcome.folder).values()) == ["0", "1"]
@@ -214,7 +223,9 @@ def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="Unset it"):
         variants.check_autoload()
     with pytest.raises(launch.NotStartedError, match="not found"):
-        variants.run_variant(variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
+        variants.run_variant(
+            variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0
+        )
 
 
 def test_an_variant_has_its_own_environment(monkeypatch, tmp_path):
@@ -224,7 +235,9 @@ def test_an_variant_has_its_own_environment(monkeypatch, tmp_path):
     assert stock["OVPATCH"] == "0"
     assert "OVPATCH_AUTO" not in stock
     assert worker_orders.read_orders(stock).directory == tmp_path
-    patched = variants.Variant("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(WORKER, tmp_path)
+    patched = variants.Variant("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(
+        WORKER, tmp_path
+    )
     assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
     assert worker_orders.read_orders(patched).details == {"steps": 3}
 
@@ -249,7 +262,9 @@ def test_what_requires_a_feature_goes_with_it():
         "c": ["OVPATCH_C"],
         "d": ["OVPATCH_D"],
     }
-    assert list(variants.leave_one_out(variant, ["a", "b", "c"], requires)) == ["b", "c"], "without a nothing is left"
+    assert list(variants.leave_one_out(variant, ["a", "b", "c"], requires)) == ["b", "c"], (
+        "without a nothing is left"
+    )
 
 
 # --- the script's own traceback in a launcher's log ---
@@ -295,7 +310,10 @@ SPAWNED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 termina
     [
         (report_ends(rank1=7), {"rank 1": "exit code 7"}),
         (report_ends(rank1=-9), {"rank 1": "SIGKILL"}),
-        (report_ends(rank1=7, rank0=-15, rank2=1), {"rank 2": "exit code 1", "rank 1": "exit code 7"}),
+        (
+            report_ends(rank1=7, rank0=-15, rank2=1),
+            {"rank 2": "exit code 1", "rank 1": "exit code 7"},
+        ),
         (report_ends(rank0=-15), {"rank 0": "SIGTERM"}),
         (f"{SPAWNED}exit code 7\n", {"process 1": "exit code 7"}),
         (f"{SPAWNED}signal SIGKILL\n", {"process 1": "SIGKILL"}),
@@ -321,7 +339,9 @@ def test_the_end_of_a_rank_is_told_if_the_launcher_has_another_code(tmp_path):
 
 def test_a_deep_traceback_keeps_its_two_ends():
     frames = "".join(f'  File "f.py", line {n}\n' for n in range(500))
-    short = find_failure(f"Traceback (most recent call last):\n{frames}ValueError: x\n").splitlines()
+    short = find_failure(
+        f"Traceback (most recent call last):\n{frames}ValueError: x\n"
+    ).splitlines()
     assert len(short) < 30
     assert short[-1] == "ValueError: x"
     assert short[1].endswith("line 0")

@@ -74,7 +74,15 @@ def verify(site, monkeypatch, capfd):
     def verify(script, *options):
         (site.folder / "train.py").write_text(script)
         file = site.folder / "verify.json"
-        line = ["verify", "--json", str(file), *options, "--", *preloaded(), str(site.folder / "train.py")]
+        line = [
+            "verify",
+            "--json",
+            str(file),
+            *options,
+            "--",
+            *preloaded(),
+            str(site.folder / "train.py"),
+        ]
         code = main.main(line)
         out = capfd.readouterr().out
         return code, out, json.loads(file.read_text()) if file.exists() else {}
@@ -118,11 +126,16 @@ def test_exit_codes():
 @pytest.mark.slow
 def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
     script = loop(
-        "import random, numpy\nwhile True:\n    step(); net[0].bias.data += random.random() + numpy.random.rand()"
+        "import random, numpy\nwhile True:\n    step(); net[0].bias.data += random.random() + "
+        "numpy.random.rand()"
     )
-    code, out, data = verify(script, "--features=counts", "--steps=3", "--out", str(site.folder / "ke[pt] it"))
+    code, out, data = verify(
+        script, "--features=counts", "--steps=3", "--out", str(site.folder / "ke[pt] it")
+    )
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 3), out
-    assert re.match(r"SAME: all \d+ values of 3 steps on 1 rank have stock's bits \(counts\)\n", out)
+    assert re.match(
+        r"SAME: all \d+ values of 3 steps on 1 rank have stock's bits \(counts\)\n", out
+    )
     assert "counts      calls 3" in out
     assert list(data["runs"]) == ["stock", "patched"]
     assert f"records are in {site.folder}/ke[pt] it\n" in out
@@ -159,18 +172,24 @@ ENDINGS = {
     "raises only in stock": (
         f"if not {PATCHED}: raise ValueError('no data')",
         3,
-        "SCRIPT FAILS: in stock PyTorch it fails after step 2 with exit code 1 by ValueError, patched it",
+        "SCRIPT FAILS: in stock PyTorch it fails after step 2 with exit code 1 by ValueError, "
+        "patched it",
     ),
     "raises another exception": (
         f"raise (KeyError if {PATCHED} else ValueError)",
         1,
-        "DIFFERENT: the patched run fails after step 2 with exit code 1 by KeyError, stock after step 2 with exit",
+        "DIFFERENT: the patched run fails after step 2 with exit code 1 by KeyError, stock after "
+        "step 2 with exit",
     ),
     "ends": ("", 0, f"SAME: {SAME}"),
     "exits": ("sys.exit()", 0, f"SAME: {SAME}"),
     "exits with a code": ("sys.exit(7)", 3, f"{UNTIL} 7: {SAME}"),
     "is killed": (KILL, 3, f"{UNTIL} 137 by SIGKILL: {SAME}"),
-    "is killed only patched": (f"if {PATCHED}: {KILL}", 1, "DIFFERENT: the patched run fails with exit code 137"),
+    "is killed only patched": (
+        f"if {PATCHED}: {KILL}",
+        1,
+        "DIFFERENT: the patched run fails with exit code 137",
+    ),
 }
 
 
@@ -181,7 +200,9 @@ def test_the_first_line_says_how_far_the_runs_are_equal_and_how_the_script_ends(
     found, out, data = verify(loop(f"import signal\nstep()\nstep()\n{body}"), "--features=counts")
     assert (found, data["exit_code"]) == (code, code)
     assert out.startswith(head), out
-    assert "counts      calls 2" in out or ending == "raises only in stock", "also of a process that was killed"
+    assert "counts      calls 2" in out or ending == "raises only in stock", (
+        "also of a process that was killed"
+    )
 
 
 ONE_EXITS = """
@@ -216,9 +237,21 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
     """Each node has a process as under ``torchrun --nnodes 2 --nproc-per-node 1``, and its own ``verify``."""
     (tmp_path / "node.py").write_text(NODE)
     (tmp_path / "train.py").write_text(TWO_NODES)
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    job = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     job |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": f"{site.folder}{os.pathsep}{ROOT}"}
-    line = ["verify", "--steps=2", "--features=counts", "--", *preloaded(), str(tmp_path / "train.py")]
+    line = [
+        "verify",
+        "--steps=2",
+        "--features=counts",
+        "--",
+        *preloaded(),
+        str(tmp_path / "train.py"),
+    ]
     nodes = [
         subprocess.Popen(
             [*preloaded(), str(tmp_path / "node.py"), *line],

@@ -60,14 +60,21 @@ def turns(count, **changes):
     events = []
     for step in range(1, count + 1):
         values = {"gradient a": value(), "parameter a": value(float(step))}
-        events += [(BACKWARD, {"loss": keep_value(1.0)}), (STEP, {**values, **(changes if step == 2 else {})})]
+        events += [
+            (BACKWARD, {"loss": keep_value(1.0)}),
+            (STEP, {**values, **(changes if step == 2 else {})}),
+        ]
     return events
 
 
 def test_the_same_events_are_equal(record):
     compared = compare_runs(record("a", turns(3), turns(3)), record("b", turns(3), turns(3)))
     assert compared.findings == []
-    assert (compared.processes, compared.steps, compared.values) == (["rank 0", "rank 1"], 3, 2 * 3 * 3)
+    assert (compared.processes, compared.steps, compared.values) == (
+        ["rank 0", "rank 1"],
+        3,
+        2 * 3 * 3,
+    )
     assert compared.events == {BACKWARD: 6, STEP: 6}
 
 
@@ -75,7 +82,11 @@ def saving(far=0.0, ema=0.0, stale=0):
     """Two steps and a checkpoint; the second step is ``far`` off, the average ``ema``; ``stale`` saves the first."""
     after = [value(1.0), value(2.0, far)]
     steps = [(STEP, {"parameter a": after[0]}), (STEP, {"parameter a": after[1]})]
-    saved = {"saved model.a": after[0 if stale else 1], "saved ema.a": value(1.5, ema), "saved epoch": keep_text("int")}
+    saved = {
+        "saved model.a": after[0 if stale else 1],
+        "saved ema.a": value(1.5, ema),
+        "saved epoch": keep_text("int"),
+    }
     return [*steps, (CHECKPOINT, saved)]
 
 
@@ -112,7 +123,11 @@ def test_small_numbers_are_not_all_noise():
             "parameter f": keep_value((torch.ones(2) * factor).to(torch.float8_e4m3fn)),
         }
 
-    halved = {row.name for row in compare_values(event(1.0), event(0.5), {}) if row.verdict is Verdict.DIFFERENT}
+    halved = {
+        row.name
+        for row in compare_values(event(1.0), event(0.5), {})
+        if row.verdict is Verdict.DIFFERENT
+    }
     assert halved == {
         "gradient w", "state w.exp_avg_sq", "option param_groups[0].lr", "parameter f"
     }  # fmt: skip
@@ -132,7 +147,9 @@ def test_losses_that_are_not_finite_are_not_counted(record):
     nan = float("nan")
     large = torch.zeros(WHOLE + 1)
     large[0] = nan
-    events = [(BACKWARD, {"loss": keep_value(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)]
+    events = [
+        (BACKWARD, {"loss": keep_value(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)
+    ]
     assert compare_runs(record("a", events), record("b", events)).finite == 1
 
 
@@ -141,7 +158,10 @@ def test_names_that_stock_does_not_repeat_are_no_difference():
         return {f"at_{stamp}": keep_text("float32 [3]"), "w": keep_text("float32 [3]"), **more}
 
     rows = compare_values(saved(1), saved(2), {"rerun": saved(3), "reordered": saved(4)})
-    assert [(row.name, row.verdict) for row in rows] == [("at_1", Verdict.WITHIN_NOISE), ("at_2", Verdict.WITHIN_NOISE)]
+    assert [(row.name, row.verdict) for row in rows] == [
+        ("at_1", Verdict.WITHIN_NOISE),
+        ("at_2", Verdict.WITHIN_NOISE),
+    ]
     rows = compare_values(saved(1), saved(1, more=keep_text("int")), {"rerun": saved(1)})
     assert [(row.name, row.verdict) for row in rows] == [("more", Verdict.DIFFERENT)]
 
@@ -187,7 +207,9 @@ def test_a_name_has_one_row_which_counts_its_places(record):
     for place in (1, 3, 5):
         late[place][1]["parameter a"] = value(9.0)
     compared = compare_runs(record("a", turns(3), turns(3)), record("b", late, turns(3)))
-    result = Verification(Verdicts.DIFFERENT, "first in 'parameter a' at step 1", compared, blamed=["ddp"])
+    result = Verification(
+        Verdicts.DIFFERENT, "first in 'parameter a' at step 1", compared, blamed=["ddp"]
+    )
     text = printed(result, "torchrun train.py")
     assert sum("| parameter a" in line for line in text.splitlines()) == 1
     assert "and 2 more places" in text
@@ -205,7 +227,9 @@ def test_a_log_is_as_wide_as_it_is_told(record, monkeypatch, capsys, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     patched = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0 + 1e-3)})]
     stock = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0)})]
-    result = Verification(Verdicts.DIFFERENT, "why", compare_runs(record("a", stock), record("b", patched)))
+    result = Verification(
+        Verdicts.DIFFERENT, "why", compare_runs(record("a", stock), record("b", patched))
+    )
     arguments = argparse.Namespace(json=None, out=None, command=["train me"])
     assert verify_command._conclude(result, arguments) == Verdicts.DIFFERENT.code
     rows = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "|+"]
@@ -222,12 +246,17 @@ def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):
         ("rank 1", "stock: a backward (step 2); patched: the end")
     ]
     (missing,) = compare_runs(stock, record("e", turns(3))).findings
-    assert (missing.process, missing.row.note) == ("rank 1", "nothing happened here in the patched run")
+    assert (missing.process, missing.row.note) == (
+        "rank 1",
+        "nothing happened here in the patched run",
+    )
 
 
 def test_what_stock_itself_does_not_repeat_is_noise(record):
     def variant(name, moved, shorter=False):
-        events = turns(3, **{"gradient a": value(more=moved), "random.python": keep_text(str(moved))})
+        events = turns(
+            3, **{"gradient a": value(more=moved), "random.python": keep_text(str(moved))}
+        )
         return record(name, events[:-1] if shorter else events)
 
     stock, near, far = variant("a", 0.0), variant("b", 1.9e-3), variant("c", 2.1e-3)
@@ -235,17 +264,29 @@ def test_what_stock_itself_does_not_repeat_is_noise(record):
     allowed = compare_runs(stock, near, {"reordered": noise_run})
     assert [one.row.verdict for one in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
     assert allowed.different == []
-    assert {one.row.name for one in compare_runs(stock, near).different} == {"gradient a", "random.python"}
-    assert {one.row.name for one in compare_runs(stock, far, {"rerun": noise_run}).different} == {"gradient a"}
-    gone = compare_runs(stock, variant("e", 0.0, shorter=True), {"rerun": variant("f", 0.0, shorter=True)})
+    assert {one.row.name for one in compare_runs(stock, near).different} == {
+        "gradient a",
+        "random.python",
+    }
+    assert {one.row.name for one in compare_runs(stock, far, {"rerun": noise_run}).different} == {
+        "gradient a"
+    }
+    gone = compare_runs(
+        stock, variant("e", 0.0, shorter=True), {"rerun": variant("f", 0.0, shorter=True)}
+    )
     assert [one.row.verdict for one in gone.findings] == [Verdict.WITHIN_NOISE]
 
 
 def test_a_noise_run_that_went_another_way_allows_nothing(record):
-    stock, patched = record("a", turns(3)), record("b", turns(3, **{"gradient a": value(more=1e-3)}))
+    stock, patched = (
+        record("a", turns(3)),
+        record("b", turns(3, **{"gradient a": value(more=1e-3)})),
+    )
     wild = turns(3, **{"gradient a": value(more=1.0)})
     assert not compare_runs(stock, patched, {"rerun": record("c", wild)}).different
-    wild[:2] = wild[1::-1]  # what follows stands where stock's does, but is not known to be the same
+    wild[:2] = wild[
+        1::-1
+    ]  # what follows stands where stock's does, but is not known to be the same
     assert compare_runs(stock, patched, {"rerun": record("d", wild)}).different
 
 
@@ -268,7 +309,9 @@ def test_large_tensors_are_judged_by_their_sums():
 def test_a_nan_is_different_wherever_it_comes(record):
     for size in (4, WHOLE + 1):
         stock, patched = value(size=size), value(more=float("nan"), size=size)
-        (found,) = compare_values({"a": stock}, {"a": patched}, {"rerun": {"a": value(more=1.0, size=size)}})
+        (found,) = compare_values(
+            {"a": stock}, {"a": patched}, {"rerun": {"a": value(more=1.0, size=size)}}
+        )
         assert found.verdict is Verdict.DIFFERENT
         assert compare_values({"a": patched}, {"a": patched}, {}) == []
 
@@ -291,7 +334,11 @@ def test_what_cannot_be_subtracted_is_different(stock, patched, note):
 
 def losses(*numbers):
     """A loss and a step for each number."""
-    return [event for n in numbers for event in ((BACKWARD, {"loss": keep_value(n)}), (STEP, {"parameter a": value()}))]
+    return [
+        event
+        for n in numbers
+        for event in ((BACKWARD, {"loss": keep_value(n)}), (STEP, {"parameter a": value()}))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -305,12 +352,17 @@ def losses(*numbers):
 def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, different):
     stock = record("a", *[losses(1.0, 1.0, 1.0)] * 2)
     rerun = record("b", losses(1.0, 1.01, 1.0), losses(1.0, 1.0, 1.0))
-    compared = compare_runs(stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun})
+    compared = compare_runs(
+        stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun}
+    )
     assert [(one.process, one.step) for one in compared.different] == different
 
 
 def test_progress_counts_runs_and_says_why_there_are_more():
-    assert verify_command.describe_run(1, "stock") == "run 1 of 2, stock (if values differ, further runs follow)"
+    assert (
+        verify_command.describe_run(1, "stock")
+        == "run 1 of 2, stock (if values differ, further runs follow)"
+    )
     assert verify_command.describe_run(2, "patched") == "run 2 of 2, patched"
     assert (
         verify_command.describe_run(3, "rerun")

@@ -26,7 +26,9 @@ class Variants:
 
     def run(self, name: str, features: str = variants.STOCK) -> variants.Outcome:
         variant = self.request.make_variant(name, features)
-        outcome = variants.run_variant(variant, self.request.command, WORKER, self.request.out, timeout=60.0)
+        outcome = variants.run_variant(
+            variant, self.request.command, WORKER, self.request.out, timeout=60.0
+        )
         assert outcome.code == 0, outcome.read_failure()
         return outcome
 
@@ -80,7 +82,9 @@ def test_gradients_divided_twice(ran):
 def test_a_stale_parameter_on_one_rank(ran):
     compared = ran.compare("stale")
     assert first_of(compared) == (2, "rank 1", "parameter 2.weight")
-    at_once = [one.row.name for one in compared.different if (one.step, one.process) == (2, "rank 1")]
+    at_once = [
+        one.row.name for one in compared.different if (one.step, one.process) == (2, "rank 1")
+    ]
     assert at_once == ["parameter 2.weight"]
 
 
@@ -98,5 +102,7 @@ def test_a_checkpoint_of_another_dtype_and_later_a_random_number_drawn_too_many(
     assert {one.process for one in saved} == {"rank 0"}
     others = [one for one in compared.different if one not in saved]
     assert {one.step for one in others} == {3}
-    assert {("rank 1", "random.torch"), ("rank 1", "random.python")} & names(compared) == {("rank 1", "random.torch")}
+    assert {("rank 1", "random.torch"), ("rank 1", "random.python")} & names(compared) == {
+        ("rank 1", "random.torch")
+    }
     assert others[0].row.name == "loss"  # whose dropout took other numbers

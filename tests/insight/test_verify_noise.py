@@ -44,7 +44,9 @@ def judged(request: pytest.FixtureRequest, recorded: Any) -> Callable[..., RunCo
 
     def judged(fault: Any = None, draws: int = DRAWS) -> RunComparison:
         patched = recorded(trained(SEED, DRAWS + 1, request.param, fault=fault))
-        return compare_runs(stock, patched, {f"reordered {n}": run for n, run in enumerate(others[:draws])})
+        return compare_runs(
+            stock, patched, {f"reordered {n}": run for n, run in enumerate(others[:draws])}
+        )
 
     return judged
 
@@ -95,7 +97,9 @@ FAULTS = {
 
 
 # Where single precision loses a gradient or a parameter, test_verify_faults finds it.
-FOUND = [(torch.bfloat16, fault) for fault in FAULTS] + [(torch.float32, fault) for fault in (dropped, rounded)]
+FOUND = [(torch.bfloat16, fault) for fault in FAULTS] + [
+    (torch.float32, fault) for fault in (dropped, rounded)
+]
 
 
 @pytest.mark.parametrize(("judged", "fault"), FOUND, indirect=["judged"])
@@ -122,22 +126,42 @@ def test_noise_is_that_of_all_layers_and_steps_so_far_in_proportion(recorded):
             "gradient layers.2.w": other * torch.ones(5),
         }
 
-    stock = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.0), layers(2.0, 8.0, 1.0, 0.0)))
-    other = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.25), layers(2.0, 8.0, 1.0, 0.125)))
+    stock = recorded(
+        steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.0), layers(2.0, 8.0, 1.0, 0.0))
+    )
+    other = recorded(
+        steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.25), layers(2.0, 8.0, 1.0, 0.125))
+    )
     noise, events = Noise(stock, [other]), list(stock.events("rank 0"))
-    assert [noise.get_noise(event, "gradient layers.0.w").largest for event in events] == [0.0, 0.25, 0.25]
-    assert noise.get_noise(events[1], "gradient layers.0.w").mean == 0.125  # of four elements, one moved
-    assert noise.get_noise(events[1], "gradient layers.1.w").largest == 0.25, "no more than any of its like moved"
+    assert [noise.get_noise(event, "gradient layers.0.w").largest for event in events] == [
+        0.0,
+        0.25,
+        0.25,
+    ]
     assert (
-        noise.get_noise(events[2], "gradient layers.1.v") == noise.get_noise(events[2], "gradient layers.2.w") == NONE
+        noise.get_noise(events[1], "gradient layers.0.w").mean == 0.125
+    )  # of four elements, one moved
+    assert noise.get_noise(events[1], "gradient layers.1.w").largest == 0.25, (
+        "no more than any of its like moved"
+    )
+    assert (
+        noise.get_noise(events[2], "gradient layers.1.v")
+        == noise.get_noise(events[2], "gradient layers.2.w")
+        == NONE
     )
     small = recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 0.1, 1.0, 0.0)))
     noise = Noise(small, [recorded(steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 0.1, 1.0, 0.25)))])
-    assert noise.get_noise(list(small.events("rank 0"))[1], "gradient layers.1.w").largest == pytest.approx(0.025)
+    assert noise.get_noise(
+        list(small.events("rank 0"))[1], "gradient layers.1.w"
+    ).largest == pytest.approx(0.025)
 
 
-def verdict_of(stock: Tensor, patched: Tensor, *, moving: bool = True, noise: Size = NONE) -> Verdict:
-    return judge_value("w", keep_value(stock), keep_value(patched), [], floor=1e-6, noise=noise, moving=moving).verdict
+def verdict_of(
+    stock: Tensor, patched: Tensor, *, moving: bool = True, noise: Size = NONE
+) -> Verdict:
+    return judge_value(
+        "w", keep_value(stock), keep_value(patched), [], floor=1e-6, noise=noise, moving=moving
+    ).verdict
 
 
 def test_few_elements_may_be_a_unit_off_where_the_noise_run_moved_anything():
@@ -168,7 +192,9 @@ def test_no_more_elements_may_move_than_noise_moves(size):
 def test_a_single_element_may_go_farther_than_all_together():
     stock, noise = torch.zeros(4096), Size(2e-3, 5e-4)
     for moved, verdict in ((7.9e-3, Verdict.WITHIN_NOISE), (8.1e-3, Verdict.DIFFERENT)):
-        assert verdict_of(stock, stock.index_fill(0, torch.tensor([7]), moved), noise=noise) is verdict
+        assert (
+            verdict_of(stock, stock.index_fill(0, torch.tensor([7]), moved), noise=noise) is verdict
+        )
     for moved, verdict in ((2.9e-3, Verdict.WITHIN_NOISE), (3.1e-3, Verdict.DIFFERENT)):
         assert verdict_of(stock[0], stock[0] + moved, noise=Size(1e-3, 1e-3)) is verdict
 

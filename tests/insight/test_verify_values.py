@@ -13,7 +13,15 @@ from torch import nn
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.probes import ParameterNames, list_contents, strip_wrappers
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.float8_e4m3fn,
+)
 
 
 # --- digests ---
@@ -29,7 +37,9 @@ def test_any_flipped_bit_changes_the_digest(dtype, position, bit, size):
     width = 8 * dtype.itemsize
     mask = 1 << bit % width
     index = position % size
-    flipped[index] ^= mask - (1 << 64) if bit % width == 63 else torch.tensor(mask).to(flipped.dtype)
+    flipped[index] ^= (
+        mask - (1 << 64) if bit % width == 63 else torch.tensor(mask).to(flipped.dtype)
+    )
     assert not torch.equal(ints, flipped)
     both = recording.compute_digest(ints.view(dtype)), recording.compute_digest(flipped.view(dtype))
     assert len(both[0]) == 32
@@ -58,10 +68,14 @@ def test_values_that_change_places_change_the_digest():
 
 def test_the_digest_is_of_the_values_and_not_of_how_they_lie():
     tensor = torch.randn(3, 4, 5, 6)
-    assert recording.compute_digest(tensor) == recording.compute_digest(tensor.to(memory_format=torch.channels_last))
+    assert recording.compute_digest(tensor) == recording.compute_digest(
+        tensor.to(memory_format=torch.channels_last)
+    )
     assert recording.compute_digest(torch.empty(0)) == recording.compute_digest(torch.empty(0, 3))
     number = torch.tensor([1 + 2j])
-    assert recording.compute_digest(number.conj()) == recording.compute_digest(torch.tensor([1 - 2j]))
+    assert recording.compute_digest(number.conj()) == recording.compute_digest(
+        torch.tensor([1 - 2j])
+    )
 
 
 # --- sketches ---
@@ -70,7 +84,10 @@ def test_the_digest_is_of_the_values_and_not_of_how_they_lie():
 def test_the_difference_of_sketches_is_the_sketch_of_the_difference():
     a, b = torch.randn(2, 3 * recording.BUCKETS + 17, dtype=torch.float64)
     torch.testing.assert_close(
-        recording.compute_sketch(a) - recording.compute_sketch(b), recording.compute_sketch(a - b), rtol=0, atol=1e-12
+        recording.compute_sketch(a) - recording.compute_sketch(b),
+        recording.compute_sketch(a - b),
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -96,9 +113,9 @@ def test_a_nan_does_not_swallow_what_is_beside_it():
     other = tensor.clone()
     other[7 + recording.BUCKETS] += 1
     assert recording.describe_nonfinite(tensor) == recording.describe_nonfinite(other) != ""
-    assert (recording.compute_sketch(tensor) - recording.compute_sketch(other)).abs().max().item() == pytest.approx(
-        0.5, abs=1e-6
-    )
+    assert (
+        recording.compute_sketch(tensor) - recording.compute_sketch(other)
+    ).abs().max().item() == pytest.approx(0.5, abs=1e-6)
     moved = tensor.roll(1)
     assert recording.describe_nonfinite(moved) != recording.describe_nonfinite(tensor)
     assert recording.describe_nonfinite(torch.tensor([1.0])) == ""
@@ -123,8 +140,14 @@ def test_of_what_cannot_be_read_only_the_class_is_kept():
     assert recording.keep_value(torch.empty(3, device="meta")).form == recording.UNREAD
     assert recording.keep_value(object()).form == recording.UNREAD
     assert recording.keep_value(nn.parameter.UninitializedParameter()).form == recording.UNREAD
-    assert recording.keep_value(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form == recording.UNREAD
-    assert recording.keep_value(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form == recording.UNREAD
+    assert (
+        recording.keep_value(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])).form
+        == recording.UNREAD
+    )
+    assert (
+        recording.keep_value(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)).form
+        == recording.UNREAD
+    )
     assert recording.keep_value(None).form == "none"
 
 
@@ -164,12 +187,25 @@ def test_parameters_are_named_by_the_model_or_by_their_place():
     optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [lone]}], lr=0.1)
     names = ParameterNames()
     found = [name for name, _ in names.name_parameters(optimizer, 0)]
-    assert found == ["0.weight", "0.bias", "1.weight", "1.bias", "optimizer0.param_groups[1].params[0]"]
-    assert [name for name, _ in names.list_buffers(0)] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert found == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "optimizer0.param_groups[1].params[0]",
+    ]
+    assert [name for name, _ in names.list_buffers(0)] == [
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    ]
     other = nn.Linear(2, 2)
     twin = nn.Sequential(other)
     second = torch.optim.SGD(twin.parameters(), lr=0.1)
-    assert [name for name, _ in names.name_parameters(second, 1)] == ["optimizer1:0.weight", "optimizer1:0.bias"]
+    assert [name for name, _ in names.name_parameters(second, 1)] == [
+        "optimizer1:0.weight",
+        "optimizer1:0.bias",
+    ]
     later = nn.Linear(2, 2)
     second.add_param_group({"params": list(later.parameters())})
     assert [name for name, _ in names.name_parameters(second, 1)][2:] == ["weight", "bias"]
@@ -201,7 +237,9 @@ def test_two_wrappers_of_one_model_and_two_models_with_the_same_names():
     }  # fmt: skip
     found = [(name.rstrip("'"), id(buffer)) for name, buffer in names.list_buffers(0)]
     assert len(found) == 6
-    assert set(found) == {(name, id(buffer)) for net in (model, twin) for name, buffer in net.named_buffers()}
+    assert set(found) == {
+        (name, id(buffer)) for net in (model, twin) for name, buffer in net.named_buffers()
+    }
 
 
 def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
@@ -209,9 +247,10 @@ def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
     for expected in ("weight", "optimizer1:weight", "optimizer1:weight'"):
         net = nn.Linear(1, 1, bias=False)
         index = 0 if expected == "weight" else 1
-        assert [name for name, _ in names.name_parameters(torch.optim.SGD(net.parameters(), lr=0.1), index)] == [
-            expected
-        ]
+        assert [
+            name
+            for name, _ in names.name_parameters(torch.optim.SGD(net.parameters(), lr=0.1), index)
+        ] == [expected]
         del net
         gc.collect()
 
@@ -220,7 +259,12 @@ def test_a_name_is_not_given_twice_even_when_its_parameter_is_gone():
 
 
 def test_the_contents_of_a_checkpoint_by_key():
-    saved = {"model": {"w": torch.ones(2, 3)}, "steps": [1, 2.0], "none": {}, "net": nn.Linear(1, 1, bias=False)}
+    saved = {
+        "model": {"w": torch.ones(2, 3)},
+        "steps": [1, 2.0],
+        "none": {},
+        "net": nn.Linear(1, 1, bias=False),
+    }
     saved["lazy"] = torch.ones(4, device="meta")
     kept = list_contents(saved)
     found = {name: one.digest if one.form == "text" else one.form for name, one in kept.items()}

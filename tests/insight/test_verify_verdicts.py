@@ -27,7 +27,18 @@ REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "pat
 def verify(tmp_path, monkeypatch):
     """``verify(features, value_of_variant, **how_variants_end)`` -> the result and what is printed."""
 
-    def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None, logs=None, beats=None, says=None):
+    def verify(
+        features,
+        value_of,
+        *,
+        noise=False,
+        ends=None,
+        calls=1,
+        states=None,
+        logs=None,
+        beats=None,
+        says=None,
+    ):
         def run(variant, command, worker, out, *, timeout, progress):
             assert command == ["train"]
             assert worker == verifying.WORKER
@@ -36,10 +47,25 @@ def verify(tmp_path, monkeypatch):
             (folder / "process-7.json").write_text(json.dumps({"pid": 7, "rank": "1"}))
             log.write_text((logs or {}).get(variant.name, "a\nb\nthe last line\n"))
             if variant.patched:
-                off = {name for name in features if variant.variables.get(f"OVPATCH_{name.upper()}") == "0"}
-                _report(folder, [name for name in features if name not in off], calls, states or {}, says or {})
+                off = {
+                    name
+                    for name in features
+                    if variant.variables.get(f"OVPATCH_{name.upper()}") == "0"
+                }
+                _report(
+                    folder,
+                    [name for name in features if name not in off],
+                    calls,
+                    states or {},
+                    says or {},
+                )
             _record(
-                folder, value_of(f"{variant.name}-deterministic" if variant.details["deterministic"] else variant.name)
+                folder,
+                value_of(
+                    f"{variant.name}-deterministic"
+                    if variant.details["deterministic"]
+                    else variant.name
+                ),
             )
             if variant.name in (beats or {}):
                 (folder / "beat-1").write_text(str(beats[variant.name]))
@@ -48,7 +74,9 @@ def verify(tmp_path, monkeypatch):
                 if variant.details["deterministic"] and variant.details["strict"]
                 else variant.name
             )
-            return Outcome(variant, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(name, {})})
+            return Outcome(
+                variant, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(name, {})}
+            )
 
         monkeypatch.setattr(variants, "run_variant", run)
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
@@ -74,7 +102,10 @@ def _report(folder, features, calls, states, says):
         "counters": {"calls": calls},
         "work": [],
     }
-    listed = [{"name": name, "state": states.get(name, "applied"), **common, **says.get(name, {})} for name in features]
+    listed = [
+        {"name": name, "state": states.get(name, "applied"), **common, **says.get(name, {})}
+        for name in features
+    ]
     (folder / "worker-1.json").write_text(json.dumps({**REPORT, "features": listed}))
 
 
@@ -86,7 +117,9 @@ def _record(folder, value):
         recorder.flush_events()
     for step in () if value in (None, SKIPPED) else (1, 2):
         recorder.record_event(
-            STEP, {"parameter w": keep_value(torch.full((4,), value if step == 2 else 0.0))}, step=step
+            STEP,
+            {"parameter w": keep_value(torch.full((4,), value if step == 2 else 0.0))},
+            step=step,
         )
         recorder.flush_events()
     if value is not None:
@@ -102,7 +135,11 @@ def case(name, verdict, *said, features="a", head="", blamed=None, ran=None, **h
 
     ``how`` has arguments of ``verify()``, and the values of variants.
     """
-    more = {key: how.pop(key) for key in ("noise", "ends", "calls", "states", "logs", "beats") if key in how}
+    more = {
+        key: how.pop(key)
+        for key in ("noise", "ends", "calls", "states", "logs", "beats")
+        if key in how
+    }
     return pytest.param(features.split(), how, more, verdict, said, head, blamed, ran, id=name)
 
 
@@ -113,7 +150,9 @@ FAILS = {"code": 3}
 HANGS = {"code": 1, "timed_out": True, "stacks": {7: "in f"}}
 ALL_FAIL = {name: {"code": 1} for name in NOISE_RUNS.split()}
 TRACEBACK = "Traceback (most recent call last):\n  File\n"
-OTHER_TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+OTHER_TRACEBACK = (
+    "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+)
 REST = "SAME: 1 of 2 values of 2 steps on 1 rank have stock's bits, and the rest differs by"
 NEAR = f"{REST} no more than runs of stock PyTorch"
 AT_END = "after step 2 with exit code 3"
@@ -121,7 +160,9 @@ UNTIL = "SCRIPT FAILS: equal up to step 2, where the script itself fails, stock 
 FRAME = '  File "{}", line 7 in {}\n'
 TOOL, SCRIPT = FRAME.format(steps.__file__, "exit_with_peers"), FRAME.format("train.py", "<module>")
 IN_TOOL = {"stacks": {7: f"Current thread 0x1 (most recent call first):\n{TOOL}{SCRIPT}"}}
-BELOW_TOOL = {"stacks": {7: f"Current thread 0x1 (most recent call first):\n{SCRIPT}{TOOL}{SCRIPT}"}}
+BELOW_TOOL = {
+    "stacks": {7: f"Current thread 0x1 (most recent call first):\n{SCRIPT}{TOOL}{SCRIPT}"}
+}
 IN_W = "DIFFERENT: first in 'parameter w' at step 2 on rank 0"
 FAILS_EARLIER = "DIFFERENT: the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
 
@@ -227,8 +268,12 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("features", "given", "more", "verdict", "said", "head", "blamed", "ran"), CASES)
-def test_the_verdict_follows_from_the_variants(verify, features, given, more, verdict, said, head, blamed, ran):
+@pytest.mark.parametrize(
+    ("features", "given", "more", "verdict", "said", "head", "blamed", "ran"), CASES
+)
+def test_the_verdict_follows_from_the_variants(
+    verify, features, given, more, verdict, said, head, blamed, ran
+):
     result, text = verify(features, values(**given), **more)
     assert result.verdict is verdict
     assert text.startswith(head)
@@ -240,21 +285,32 @@ def test_the_verdict_follows_from_the_variants(verify, features, given, more, ve
 def test_the_noise_runs_run_when_asked(verify):
     result, text = verify(["a"], values(reordered=1.5), noise=True)
     assert result.verdict is Conclusion.BITWISE
-    assert result.noise == {"rerun": "all bits equal", "reordered": "1 of 2 values moved, by up to 0.5"}
+    assert result.noise == {
+        "rerun": "all bits equal",
+        "reordered": "1 of 2 values moved, by up to 0.5",
+    }
     assert "moved, by up to 0.5" in text
 
 
 def test_a_script_that_does_not_repeat_itself_is_judged_with_deterministic_algorithms(verify):
     result, text = verify(["a"], values(patched=2.0, rerun=1.1))
     assert (result.verdict, list(result.outcomes)) == (Conclusion.BITWISE, ["stock", "patched"])
-    assert "The patched run differed in 1 value by more than that, so all of them ran again" in " ".join(text.split())
+    assert (
+        "The patched run differed in 1 value by more than that, so all of them ran again"
+        in " ".join(text.split())
+    )
     assert result.outcomes["patched"].folder.parent.name == "deterministic"
 
 
 def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.5))
     assert result.verdict is Conclusion.NOISE
-    assert [outcome.variant.details.get("pieces") for outcome in result.outcomes.values()] == [None, None, None, 2]
+    assert [outcome.variant.details.get("pieces") for outcome in result.outcomes.values()] == [
+        None,
+        None,
+        None,
+        2,
+    ]
     result, _ = verify(["a"], values(patched=1.9, reordered=1.5))
     assert result.outcomes["reordered"].variant.details["pieces"] == 0
     result, _ = verify(["products"], values(), calls=0)
@@ -262,7 +318,9 @@ def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
 
 
 def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_difference(verify):
-    result, _ = verify(["products"], values(patched=1.9, reordered=1.1, reordered_2=1.2, reordered_3=1.5))
+    result, _ = verify(
+        ["products"], values(patched=1.9, reordered=1.1, reordered_2=1.2, reordered_3=1.5)
+    )
     assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.NOISE, "reordered-3")
     assert not any(outcome.variant.details["deterministic"] for outcome in result.outcomes.values())
     assert list(result.noise) == ["rerun", "reordered", "reordered 2", "reordered 3"]
@@ -278,19 +336,26 @@ def test_other_sums_over_ranks_are_drawn_again_where_they_move_anything(verify):
     turns = [outcome.variant.details.get("reorder", 0) for outcome in result.outcomes.values()]
     assert turns == [0, 0, 0, 1, 2]
     result, _ = verify(["a"], values(patched=1.9))
-    assert (result.verdict, list(result.outcomes)) == (Conclusion.DIFFERENT, ["stock", "patched", "rerun", "reordered"])
+    assert (result.verdict, list(result.outcomes)) == (
+        Conclusion.DIFFERENT,
+        ["stock", "patched", "rerun", "reordered"],
+    )
 
 
 def test_operations_without_a_deterministic_form_are_warned_of(verify):
     """An error of torch's is the script's own only if it raises under other circumstances, too."""
-    logs = {"stock": "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set"}
+    logs = {
+        "stock": "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set"
+    }
     ends = {"stock-strict": {"code": 1}}
     result, text = verify(["a"], values(patched=2.0, rerun=1.1), logs=logs, ends=ends)
     assert result.verdict is Conclusion.BITWISE
     assert result.outcomes["patched"].folder.parent.name == "warned"
     assert "operations of which torch has no such form" in " ".join(text.split())
     result, _ = verify(["a"], values(patched=2.0, rerun=1.1), ends=ends)
-    assert result.outcomes["stock"].folder.parent.name == "deterministic", "it failed for another reason"
+    assert result.outcomes["stock"].folder.parent.name == "deterministic", (
+        "it failed for another reason"
+    )
 
 
 def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
@@ -306,7 +371,10 @@ def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
 @pytest.mark.parametrize("far", [1e-7, 0.5])
 @pytest.mark.parametrize("variant", ["rerun", "reordered"])
 def test_without_its_noise_a_difference_is_not_decided(verify, far, variant):
-    ends, logs = {variant: {"code": 1}}, {variant: f"{TRACEBACK}AssertionError: First bucket should be smaller\n"}
+    ends, logs = (
+        {variant: {"code": 1}},
+        {variant: f"{TRACEBACK}AssertionError: First bucket should be smaller\n"},
+    )
     result, text = verify(["a"], values(patched=1.0 + far, **{variant: None}), ends=ends, logs=logs)
     assert (result.verdict, result.verdict.code, result.blamed) == (Conclusion.UNDECIDED, 3, [])
     end = f"the run '{variant}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
@@ -321,7 +389,9 @@ def test_without_its_noise_a_difference_is_not_decided(verify, far, variant):
 
 @pytest.mark.parametrize("variant", ["rerun", "reordered"])
 def test_an_interruption_leaves_the_noise_unmeasured(verify, variant):
-    result, text = verify(["a"], values(patched=1.5), ends={variant: {"code": 130, "interrupted": True}})
+    result, text = verify(
+        ["a"], values(patched=1.5), ends={variant: {"code": 130, "interrupted": True}}
+    )
     assert (result.verdict, result.verdict.code) == (Conclusion.INTERRUPTED, 130)
     assert "1 values are not bitwise equal, noise not measured" in text
     assert "by more than noise" not in text
@@ -332,10 +402,16 @@ def test_an_interruption_leaves_the_noise_unmeasured(verify, variant):
 
 
 def test_a_feature_that_did_nothing_is_named_with_its_reason(verify):
-    said = {"remarks": ["Adam had nothing to divide"], "counters": {"optimizers": 2, "steps": 0}, "work": ["steps"]}
+    said = {
+        "remarks": ["Adam had nothing to divide"],
+        "counters": {"optimizers": 2, "steps": 0},
+        "work": ["steps"],
+    }
     result, text = verify(["a", "b"], values(), says={"b": said})
     assert result.verdict is Conclusion.BITWISE
-    assert text.startswith("SAME: all 2 values of 2 steps on 1 rank have stock's bits (a); b did nothing\n")
+    assert text.startswith(
+        "SAME: all 2 values of 2 steps on 1 rank have stock's bits (a); b did nothing\n"
+    )
     assert "\nb           did nothing: Adam had nothing to divide\n" in text
     assert result.to_json()["idle"] == {"b": "Adam had nothing to divide"}
     result, text = verify(["b"], values(), says={"b": said})
@@ -344,7 +420,11 @@ def test_a_feature_that_did_nothing_is_named_with_its_reason(verify):
 
 
 def test_what_was_left_to_stock_is_told(verify):
-    said = {"remarks": ["LBFGS stays stock: r"], "counters": {"steps": 1, "stock_optimizers": 2}, "work": ["steps"]}
+    said = {
+        "remarks": ["LBFGS stays stock: r"],
+        "counters": {"steps": 1, "stock_optimizers": 2},
+        "work": ["steps"],
+    }
     result, text = verify(["a"], values(patched=1.9, reordered=1.5), says={"a": said})
     assert result.verdict is Conclusion.NOISE
     assert text.splitlines()[0].endswith("; a left some work to torch")
@@ -353,9 +433,19 @@ def test_what_was_left_to_stock_is_told(verify):
 
 
 def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify, monkeypatch):
-    waiting = {"feature": "b", "target": "m.f", "kind": "wrap", "state": "pending", "calls": 0, "traces": 0}
+    waiting = {
+        "feature": "b",
+        "target": "m.f",
+        "kind": "wrap",
+        "state": "pending",
+        "calls": 0,
+        "traces": 0,
+    }
     monkeypatch.setitem(REPORT, "patches", [waiting])
-    said = {"remarks": ["m.f is pending: m is not imported yet", NEVER_CALLED], "counters": {"calls": 0}}
+    said = {
+        "remarks": ["m.f is pending: m is not imported yet", NEVER_CALLED],
+        "counters": {"calls": 0},
+    }
     _, text = verify(["a", "b"], values(), says={"b": said})
     assert f"b           did nothing: {NEVER_CALLED}" in text
     said["remarks"] = ["no model was wrapped", f"{NEVER_CALLED} (rank 0)"]
@@ -365,7 +455,9 @@ def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify, monk
 
 def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     failure = {"pid": 5, "rank": "1", "error": "no such feature"}
-    monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.variant.patched else []))
+    monkeypatch.setattr(
+        Outcome, "failures", property(lambda self: [failure] if self.variant.patched else [])
+    )
     result, text = verify(["a"], values())
     assert (result.verdict, result.verdict.code) == (Conclusion.NOT_EXERCISED, 3)
     assert "no such feature" in text
@@ -376,13 +468,20 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     ("loss", "parameter", "verdict"),
-    [(NAN, NAN, Conclusion.NO_STEP), (NAN, 1.0, Conclusion.BITWISE), (1.0, 1.0, Conclusion.BITWISE)],
+    [
+        (NAN, NAN, Conclusion.NO_STEP),
+        (NAN, 1.0, Conclusion.BITWISE),
+        (1.0, 1.0, Conclusion.BITWISE),
+    ],
 )
 def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, parameter, verdict):
     def record(folder, value):
         recorder = EventRecorder(folder)
         recorder.record_event(BACKWARD, {"loss": keep_value(loss)}, step=1)
-        both = {"parameter w": keep_value(torch.tensor([parameter])), "parameter v": keep_value(torch.tensor([NAN]))}
+        both = {
+            "parameter w": keep_value(torch.tensor([parameter])),
+            "parameter v": keep_value(torch.tensor([NAN])),
+        }
         recorder.record_event(STEP, {**both, "state w.x": keep_value(object())}, step=1)
         recorder.flush_events()
 
@@ -390,6 +489,10 @@ def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, paramet
     result, text = verify(["a"], values())
     assert result.verdict is verdict
     assert ("every loss and every parameter is NaN" in text) == (verdict is Conclusion.NO_STEP)
-    told = "The verdict rests on the parameters, of which 1 of 2 are finite." in " ".join(text.split())
+    told = "The verdict rests on the parameters, of which 1 of 2 are finite." in " ".join(
+        text.split()
+    )
     assert told == (loss != loss and parameter == parameter)
-    assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Conclusion.BITWISE)
+    assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (
+        verdict is Conclusion.BITWISE
+    )

@@ -55,7 +55,10 @@ def loss_of(net):
 def test_two_optimizers_that_take_turns(watched):
     def train():
         nets = [model(), model()]
-        optimizers = [torch.optim.SGD(nets[0].parameters(), lr=0.1), torch.optim.AdamW(nets[1].parameters())]
+        optimizers = [
+            torch.optim.SGD(nets[0].parameters(), lr=0.1),
+            torch.optim.AdamW(nets[1].parameters()),
+        ]
         for turn in range(4):
             for net, optimizer in zip(nets, optimizers, strict=True):
                 if turn % 2 == 0 or net is nets[0]:
@@ -66,7 +69,9 @@ def test_two_optimizers_that_take_turns(watched):
     steps = [(event.index, event.label, event.step) for event in events if event.kind == "step"]
     sgd, adam = (0, "SGD"), (1, "AdamW")
     assert steps == [(*sgd, 1), (*adam, 1), (*sgd, 2), (*sgd, 3), (*adam, 3), (*sgd, 4)]
-    assert {"parameter optimizer1:0.weight", "state optimizer1:0.weight.exp_avg"} <= set(events[3].values)
+    assert {"parameter optimizer1:0.weight", "state optimizer1:0.weight.exp_avg"} <= set(
+        events[3].values
+    )
 
 
 class Own(torch.optim.SGD):
@@ -138,12 +143,17 @@ def test_every_value_of_a_step(watched):
 
 def halving(original):
     """Store every tensor in half its bits."""
-    return lambda tensors, *args: original({name: value.half() for name, value in tensors.items()}, *args)
+    return lambda tensors, *args: original(
+        {name: value.half() for name, value in tensors.items()}, *args
+    )
 
 
 def looked_at(event):
     """Return texts, and the forms of tensors."""
-    found = {name: kept.digest if kept.form == "text" else kept.form for name, kept in event.values.items()}
+    found = {
+        name: kept.digest if kept.form == "text" else kept.form
+        for name, kept in event.values.items()
+    }
     return {name.removeprefix("saved "): what for name, what in found.items()}
 
 
@@ -161,13 +171,17 @@ def test_a_checkpoint_is_read_back_from_its_file(watched, monkeypatch, tmp_path)
 
     pt, safe, older = watched(train)
     assert looked_at(older) == {"(what was looked at)": "the file", "w": "float32 [2, 3]"}
-    assert [event.values["saved w"].values.tolist() for event in (pt, safe, older)] == [saved["w"].tolist()] * 3
+    assert [event.values["saved w"].values.tolist() for event in (pt, safe, older)] == [
+        saved["w"].tolist()
+    ] * 3
     assert looked_at(pt) == {"(what was looked at)": "the file", "w": "float16 [2, 3]"}
     assert looked_at(safe) == {"(what was looked at)": "the file", "w": "float16 [2, 3]"}
 
 
 def halving_save(original):
-    return lambda obj, *args: halving(original)(obj, *args) if isinstance(obj, dict) else original(obj, *args)
+    return lambda obj, *args: (
+        halving(original)(obj, *args) if isinstance(obj, dict) else original(obj, *args)
+    )
 
 
 class Broken(nn.Module):
@@ -197,12 +211,16 @@ def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):
     watch.start_recording()
     torch.save([1], io.BytesIO())
     watch.patches.revert()  # nothing else is written from here on
-    assert [event.kind for event in recording.read_recorded(tmp_path).events("rank 0")] == ["checkpoint"]
+    assert [event.kind for event in recording.read_recorded(tmp_path).events("rank 0")] == [
+        "checkpoint"
+    ]
 
 
 def test_a_process_keeps_its_rank_and_its_order_when_its_group_is_gone(tmp_path, monkeypatch):
     recorder = EventRecorder(tmp_path)
-    for step, rank in enumerate((3, 3, 0), 1):  # the last after destroy_process_group(), where RANK is not set
+    for step, rank in enumerate(
+        (3, 3, 0), 1
+    ):  # the last after destroy_process_group(), where RANK is not set
         monkeypatch.setattr(recording.steps, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda rank=rank: rank == 3)
         recorder.record_event(recording.STEP, {}, step=step)
@@ -266,7 +284,11 @@ def test_a_skipped_step_leaves_its_loss_scale_and_no_step(watched):
     assert [event.kind for event in events] == [
         "backward", "step", "scale", "backward", "scale", "backward", "step", "scale",
     ]  # fmt: skip
-    assert [event.values["loss scale"].values for event in events if event.kind == "scale"] == [4.0, 2.0, 2.0]
+    assert [event.values["loss scale"].values for event in events if event.kind == "scale"] == [
+        4.0,
+        2.0,
+        2.0,
+    ]
     assert [event.step for event in events if event.kind == "backward"] == [1, 2, 2]
 
 
@@ -344,7 +366,9 @@ def test_the_generators_start_from_a_number_of_the_rank(monkeypatch):
     numpy.random.set_state(kept[1])
     torch.set_rng_state(kept[2])
     assert first == again
-    assert all(first[name] != second[name] for name in ("random.python", "random.torch", "random.numpy"))
+    assert all(
+        first[name] != second[name] for name in ("random.python", "random.torch", "random.numpy")
+    )
 
 
 # --- the reordered variant ---
@@ -385,7 +409,9 @@ def compiled_buckets():
         graphs.append(len(graph.graph.nodes))
         return graph
 
-    net = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))  # DDPOptimizer's first bucket has 1 MiB
+    net = nn.Sequential(
+        *(nn.Linear(600, 600) for _ in range(4))
+    )  # DDPOptimizer's first bucket has 1 MiB
     wrapped = DistributedDataParallel(torch.compile(net, backend=backend))
     for _ in range(2):
         wrapped(torch.ones(1, 600)).sum().backward()
@@ -411,7 +437,8 @@ def buckets_of_a_list():
 
 
 @pytest.mark.skipif(
-    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters, reason="torch 2.13 has it first"
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="torch 2.13 has it first",
 )
 def test_a_list_of_bucket_sizes_is_reordered_too(ranks):
     (stock, reordered), _ = ranks(2)(stock_and_reordered, buckets_of_a_list)
@@ -420,7 +447,9 @@ def test_a_list_of_bucket_sizes_is_reordered_too(ranks):
 
 
 def norm(*args):
-    return torch.nn.utils.get_total_norm(*args)  # looked up at each call: the patch rebinds the name
+    return torch.nn.utils.get_total_norm(
+        *args
+    )  # looked up at each call: the patch rebinds the name
 
 
 def test_the_reordered_variant_has_norms_that_are_rounded_otherwise():
@@ -446,4 +475,9 @@ def test_what_is_frozen_is_watched_too(watched):
     steps = [event for event in watched(train) if event.kind == recording.STEP]
     first, second = (event.values["frozen 0.weight"].values for event in steps)
     assert torch.equal(second, first * 2)
-    assert not [name for event in steps for name in event.values if name.startswith("frozen") and "weight" not in name]
+    assert not [
+        name
+        for event in steps
+        for name in event.values
+        if name.startswith("frozen") and "weight" not in name
+    ]

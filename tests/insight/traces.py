@@ -46,7 +46,17 @@ class Synthetic:
 
     def add(self, name, category, start, end, *, pid=MAIN, tid=MAIN, **args):
         times = {"ts": self.zero + start, "dur": end - start}
-        self.events.append({"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, **times, "args": args})
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "pid": pid,
+                "tid": tid,
+                **times,
+                "args": args,
+            }
+        )
         return self
 
     def op(self, name, start, end, tid=MAIN):
@@ -59,7 +69,16 @@ class Synthetic:
         return self.note(f"ovpatch::timeline::border ({step})", at, at)
 
     def on_device(
-        self, name, start, end, *, launch=None, stream=COMPUTE_STREAM, category="kernel", device=DEVICE, **args
+        self,
+        name,
+        start,
+        end,
+        *,
+        launch=None,
+        stream=COMPUTE_STREAM,
+        category="kernel",
+        device=DEVICE,
+        **args,
     ):
         """A kernel or copy; ``launch`` is when the host launched it, None for before the trace."""
         self.launched += 1
@@ -101,7 +120,8 @@ def slim(source: Path, target: Path) -> None:
 
     data = load_trace(source)
     events = [
-        {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")} | _arguments(event)
+        {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")}
+        | _arguments(event)
         for event in data["traceEvents"]
         if event.get("cat") in _USED
     ]

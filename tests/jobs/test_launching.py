@@ -48,6 +48,8 @@ def test_what_a_command_leaves_behind_is_ended(started):
 
 
 def test_what_does_not_want_to_end_is_killed(started):
-    job, child = started("trap '' TERM; (trap '' TERM; while true; do sleep 0.05; done) & echo $! > PID; wait")
+    job, child = started(
+        "trap '' TERM; (trap '' TERM; while true; do sleep 0.05; done) & echo $! > PID; wait"
+    )
     job.stop_process(0.3)
     assert not lives(child)

@@ -29,11 +29,20 @@ def alike(given: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in given]
 
 
-def reduce(buckets: Sequence[GradBucket], *, average: bool = False, absent: Sequence[Any] = (), skip: Any = ()) -> None:
+def reduce(
+    buckets: Sequence[GradBucket],
+    *,
+    average: bool = False,
+    absent: Sequence[Any] = (),
+    skip: Any = (),
+) -> None:
     """Reduce the gradients in ``buckets``, one per rank, as ``Reduction`` does."""
     world = len(buckets)
     given = absent or [()] * world
-    packs = [b.pack(1 if average else world, absent=left_out) for b, left_out in zip(buckets, given, strict=True)]
+    packs = [
+        b.pack(1 if average else world, absent=left_out)
+        for b, left_out in zip(buckets, given, strict=True)
+    ]
     for pieces in zip(*packs, strict=True):
         assert all(piece.is_contiguous() for piece in pieces)
         # Bits as they lie in memory: that is what a collective sees.

@@ -26,7 +26,9 @@ LATE_S = 0.6
 
 
 def begin(rank: int, store: dist.Store) -> PeerRpc:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
     peers = PeerRpc.for_group(dist.distributed_c10d._get_default_group())
     peers.register("value", lambda question: ({}, [torch.tensor(10 * rank)]))
     dist.barrier()
@@ -104,7 +106,9 @@ TO_THE_END = ("one_raises",)
 
 def child(name: str, rank: int, folder: str, port: int) -> None:
     if name == "first_is_gone":
-        store: dist.Store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
+        store: dist.Store = dist.TCPStore(
+            "127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60)
+        )
     else:
         store = dist.FileStore(f"{folder}/{name}", WORLD)
     if name in CASES and name not in TO_THE_END:
@@ -125,9 +129,13 @@ def fork(name: str, rank: int, folder: str, port: int) -> int:
 def main(port: int, folder: str) -> None:
     """Run all cases at the same time; most of that time they sleep."""
     start = time.monotonic()
-    running = {fork(name, rank, folder, port): (name, rank) for name in CASES for rank in range(WORLD)}
+    running = {
+        fork(name, rank, folder, port): (name, rank) for name in CASES for rank in range(WORLD)
+    }
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=child, args=("children", rank, folder, 0)) for rank in range(WORLD)]
+    children = [
+        context.Process(target=child, args=("children", rank, folder, 0)) for rank in range(WORLD)
+    ]
     for process in children:
         process.start()
     results = {name: [(-1, 0.0)] * WORLD for name in CASES}
@@ -140,7 +148,9 @@ def main(port: int, folder: str) -> None:
         time.sleep(0.02)
     for process in children:
         process.join()
-    results["children"] = [(-1 if process.exitcode is None else process.exitcode, 0.0) for process in children]
+    results["children"] = [
+        (-1 if process.exitcode is None else process.exitcode, 0.0) for process in children
+    ]
     print(json.dumps(results))
 
 

@@ -61,7 +61,9 @@ def tied() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).to(memory_format=torch.channels_last)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).to(
+        memory_format=torch.channels_last
+    )
 
 
 def attention() -> nn.Module:
@@ -127,7 +129,9 @@ class Outer(torch.autograd.Function):
 READERS["linear"] = Kind(linear, lambda m: trained(m, X))
 READERS["conv and norm"] = Kind(convolutions, lambda m: trained(m, IMAGES))
 READERS["conv and norm, eval"] = Kind(lambda: convolutions().eval(), lambda m: m(IMAGES))
-READERS["embedding"] = Kind(lambda: nn.Embedding(8, 6), lambda m: trained(m, torch.tensor([1, 5, 7])))
+READERS["embedding"] = Kind(
+    lambda: nn.Embedding(8, 6), lambda m: trained(m, torch.tensor([1, 5, 7]))
+)
 READERS["layer norm"] = Kind(lambda: nn.LayerNorm(6), lambda m: trained(m, X))
 READERS["batch norm"] = Kind(lambda: nn.BatchNorm1d(6), lambda m: trained(m, X))
 READERS["prelu"] = Kind(lambda: nn.PReLU(6), lambda m: trained(m, X))
@@ -138,13 +142,18 @@ READERS["encoder"] = Kind(encoder, lambda m: trained(m, SEQUENCE))
 READERS["other's weight"] = Kind(Other, lambda m: trained(m, X))
 READERS["tied"] = Kind(tied, lambda m: trained(m, torch.tensor([1, 5, 2])))
 READERS["lstm"] = Kind(lambda: nn.LSTM(6, 6, 2), lambda m: trained(m, SEQUENCE))
-READERS["gru, bidirectional"] = Kind(lambda: nn.GRU(6, 6, bidirectional=True), lambda m: trained(m, SEQUENCE))
+READERS["gru, bidirectional"] = Kind(
+    lambda: nn.GRU(6, 6, bidirectional=True), lambda m: trained(m, SEQUENCE)
+)
 READERS["rnn"] = Kind(lambda: nn.RNN(6, 6), lambda m: trained(m, SEQUENCE))
 READERS["lstm cell"] = Kind(lambda: nn.LSTMCell(6, 6), lambda m: trained(m, X))
 READERS["scripted function"] = Kind(Raw, lambda m: trained(m, X))
-READERS["weight norm"] = Kind(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), lambda m: trained(m, X))
+READERS["weight norm"] = Kind(
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), lambda m: trained(m, X)
+)
 READERS["parametrized"] = Kind(
-    lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), lambda m: [trained(m, X), m.weight]
+    lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)),
+    lambda m: [trained(m, X), m.weight],
 )
 
 
@@ -154,7 +163,9 @@ def without_grad(model: nn.Module, *inputs: Any) -> Any:
         return model(*inputs)
 
 
-READERS["attention's fast path"] = Kind(attention, lambda m: without_grad(m, SEQUENCE, SEQUENCE, SEQUENCE))
+READERS["attention's fast path"] = Kind(
+    attention, lambda m: without_grad(m, SEQUENCE, SEQUENCE, SEQUENCE)
+)
 READERS["layer's fast path"] = Kind(layer, lambda m: without_grad(m, SEQUENCE))
 READERS["encoder's fast path"] = Kind(encoder, lambda m: without_grad(m, SEQUENCE))
 
@@ -205,7 +216,9 @@ def under_a_function_mode(model: nn.Module) -> Any:
 READERS["dispatch mode"] = Kind(linear, under_a_dispatch_mode)
 READERS["function mode"] = Kind(linear, under_a_function_mode)
 READERS["checkpoint"] = Kind(linear, lambda m: trained(Checkpointed(m, use_reentrant=False), X))
-READERS["checkpoint, reentrant"] = Kind(linear, lambda m: trained(Checkpointed(m, use_reentrant=True), X))
+READERS["checkpoint, reentrant"] = Kind(
+    linear, lambda m: trained(Checkpointed(m, use_reentrant=True), X)
+)
 
 
 class Checkpointed(nn.Module):
@@ -247,15 +260,29 @@ READERS["unknown container"] = Kind(linear, lambda m: torch.stack(Bag([m.weight,
 READERS["operator"] = Kind(linear, lambda m: torch.ops.aten.mul.Tensor(m.weight, 2))
 READERS["foreach"] = Kind(linear, lambda m: torch._foreach_norm([m.weight, m.bias]))
 READERS["function"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m), X)])
-READERS["function by a name of its own"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m, apply_scale), X)])
+READERS["function by a name of its own"] = Kind(
+    lambda: nn.PReLU(), lambda m: [trained(Applied(m, apply_scale), X)]
+)
 READERS["function in a function"] = Kind(lambda: nn.PReLU(), lambda m: Outer.apply(X, m))
-READERS["functional call"] = Kind(linear, lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,)))
-READERS["func.grad"] = Kind(linear, lambda m: torch.func.grad(lambda w: F.linear(X, w).sum() + w.norm())(m.weight))
-READERS["func.grad, captured"] = Kind(linear, lambda m: torch.func.grad(lambda x: F.linear(x, m.weight).sum())(X))
-READERS["func.vjp"] = Kind(linear, lambda m: torch.func.vjp(lambda w: w.square(), m.weight)[1](X.new_ones(6, 6)))
-READERS["func.jvp"] = Kind(linear, lambda m: torch.func.jvp(lambda w: w.square(), (m.weight,), (torch.ones(6, 6),)))
+READERS["functional call"] = Kind(
+    linear, lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,))
+)
+READERS["func.grad"] = Kind(
+    linear, lambda m: torch.func.grad(lambda w: F.linear(X, w).sum() + w.norm())(m.weight)
+)
+READERS["func.grad, captured"] = Kind(
+    linear, lambda m: torch.func.grad(lambda x: F.linear(x, m.weight).sum())(X)
+)
+READERS["func.vjp"] = Kind(
+    linear, lambda m: torch.func.vjp(lambda w: w.square(), m.weight)[1](X.new_ones(6, 6))
+)
+READERS["func.jvp"] = Kind(
+    linear, lambda m: torch.func.jvp(lambda w: w.square(), (m.weight,), (torch.ones(6, 6),))
+)
 READERS["func.hessian"] = Kind(linear, lambda m: torch.func.hessian(lambda b: (b**3).sum())(m.bias))
-READERS["functionalize"] = Kind(linear, lambda m: torch.func.functionalize(lambda w: w * 2)(m.weight))
+READERS["functionalize"] = Kind(
+    linear, lambda m: torch.func.functionalize(lambda w: w * 2)(m.weight)
+)
 READERS["vmap"] = Kind(linear, lambda m: torch.vmap(lambda w: w.sum())(m.weight))
 READERS["vmap, captured"] = Kind(linear, lambda m: torch.vmap(lambda x: F.linear(x, m.weight))(X))
 READERS["grads per sample"] = Kind(linear, lambda m: per_sample(m))
@@ -294,13 +321,19 @@ READERS["str of module's state"] = Kind(linear, lambda m: str(dict(m.named_param
 READERS["clone"] = Kind(linear, lambda m: m.weight.clone())
 READERS["to"] = Kind(linear, lambda m: m.to(torch.float64).weight)
 READERS["numpy"] = Kind(linear, lambda m: m.weight.detach().numpy().tolist())
-READERS["numpy.asarray"] = Kind(linear, lambda m: numpy.asarray(m.requires_grad_(False).weight).tolist())
+READERS["numpy.asarray"] = Kind(
+    linear, lambda m: numpy.asarray(m.requires_grad_(False).weight).tolist()
+)
 READERS["dlpack"] = Kind(linear, lambda m: torch.from_dlpack(m.requires_grad_(False).weight))
 READERS["address"] = Kind(linear, lambda m: at_address(m.weight))
 READERS["storage"] = Kind(linear, lambda m: list(m.weight.untyped_storage()))
 READERS["state_dict"] = Kind(linear, lambda m: m.state_dict())
-READERS["parameters_to_vector"] = Kind(linear, lambda m: nn.utils.parameters_to_vector(m.parameters()))
-READERS["Parameter"] = Kind(linear, lambda m: [nn.Parameter(m.weight), type(nn.Parameter(m.bias)) is nn.Parameter])
+READERS["parameters_to_vector"] = Kind(
+    linear, lambda m: nn.utils.parameters_to_vector(m.parameters())
+)
+READERS["Parameter"] = Kind(
+    linear, lambda m: [nn.Parameter(m.weight), type(nn.Parameter(m.bias)) is nn.Parameter]
+)
 READERS["swap_tensors"] = Kind(linear, lambda m: swapped(m.weight))
 
 
@@ -390,7 +423,9 @@ def averaged(model: nn.Module) -> Any:
 
 
 def averaged_model(model: nn.Module) -> Any:
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
     average.update_parameters(model)
     return average(X)
 

@@ -26,7 +26,9 @@ class Stale:
         self.settled = 0
         self._lock = threading.Lock()
         # As ParamGather does.
-        self.nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
+        self.nodes = [
+            torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad
+        ]
         self.values = [param.detach().clone() for param in params]
 
     def mark(self) -> Stale:
@@ -65,7 +67,11 @@ def entrances() -> Iterator[None]:
     patches = PatchManager()
     for entrance in READ_HOOKS:
         patches.register_patch(
-            entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why, optional=entrance.optional
+            entrance.target,
+            wrap=entrance.wrap,
+            feature="pending",
+            why=entrance.why,
+            optional=entrance.optional,
         )
     with patches.applied("pending"), contextlib.ExitStack() as stack:
         stack.callback(ModuleHook().remove)

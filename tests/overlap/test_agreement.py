@@ -47,7 +47,9 @@ def test_a_difference_names_the_term_the_values_and_the_ranks(ranks):
 
 
 def objecting() -> str:
-    return check_consistent(group(), "topic", {}, objection="" if dist.get_rank() == 0 else "no room")
+    return check_consistent(
+        group(), "topic", {}, objection="" if dist.get_rank() == 0 else "no room"
+    )
 
 
 def test_objections_reach_every_rank(ranks):
@@ -59,7 +61,11 @@ def absent(who: int) -> tuple[str, float]:
     dist.barrier()
     begin = time.monotonic()
     try:
-        text = "absent" if dist.get_rank() == who else check_consistent(group(), "topic", {}, timeout_s=1.0)
+        text = (
+            "absent"
+            if dist.get_rank() == who
+            else check_consistent(group(), "topic", {}, timeout_s=1.0)
+        )
     except RankMismatchError as error:
         text = str(error)
     dist.barrier()
@@ -77,7 +83,9 @@ def test_a_missing_rank_is_named_in_time(ranks, who):
 def in_subgroups() -> str:
     pair, rest = dist.new_group([0, 2]), dist.new_group([1])
     try:
-        text = check_consistent(rest if dist.get_rank() == 1 else pair, "topic", {"rank": dist.get_rank()})
+        text = check_consistent(
+            rest if dist.get_rank() == 1 else pair, "topic", {"rank": dist.get_rank()}
+        )
     except RankMismatchError as error:
         text = str(error)
     dist.barrier()

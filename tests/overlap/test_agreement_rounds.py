@@ -30,7 +30,11 @@ def stores(monkeypatch):
     seen: dict[int, Any] = {}
     monkeypatch.setattr(consensus.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(consensus.dist, "get_global_rank", lambda group, rank: rank)
-    monkeypatch.setattr(consensus.c10d, "_get_process_group_store", lambda group: seen.setdefault(group.rank(), store))
+    monkeypatch.setattr(
+        consensus.c10d,
+        "_get_process_group_store",
+        lambda group: seen.setdefault(group.rank(), store),
+    )
     return seen, store
 
 
@@ -124,7 +128,9 @@ def test_rounds_leave_no_keys_behind(stores):
     counts = []
     with ThreadPoolExecutor(2) as pool:
         for _ in range(4):
-            agreed = pool.map(lambda rank: consensus.check_consistent(Group(rank), "topic", {}), (0, 1))
+            agreed = pool.map(
+                lambda rank: consensus.check_consistent(Group(rank), "topic", {}), (0, 1)
+            )
             assert list(agreed) == ["", ""]
             counts.append(store.num_keys())
     assert counts[1:] == counts[:1] * 3

@@ -62,14 +62,19 @@ def test_the_default_and_the_baseline_win_ties(times, default, expected):
 
 
 @pytest.mark.parametrize(
-    ("copies_ms", "gathers", "scatters"), [(3.8, False, True), (3.5, True, True), (4.2, False, False)]
+    ("copies_ms", "gathers", "scatters"),
+    [(3.8, False, True), (3.5, True, True), (4.2, False, False)],
 )
-def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(copies_ms, gathers, scatters):
+def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(
+    copies_ms, gathers, scatters
+):
     chosen, tuner, group = Chosen(), mock.Mock(), mock.Mock()
     chosen.engine = mock.Mock()
     group.size.return_value = 2
     times = {selection.BACKEND: 4.0, selection.COPIES: copies_ms}
-    tuner.tune.side_effect = lambda _group, tuning, _communicator: Choice(tuning.pick(times), "", times)
+    tuner.tune.side_effect = lambda _group, tuning, _communicator: Choice(
+        tuning.pick(times), "", times
+    )
     with (
         mock.patch.object(selection, "get_choice", return_value=chosen),
         mock.patch.object(selection, "is_capturing", return_value=False),
@@ -84,10 +89,15 @@ def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(cop
 def test_what_is_written_is_read_by_the_next(tmp_path):
     TuningCache(tmp_path, "f", ENVIRONMENT).write("key", {"a": 1.5, "b": 2.0})
     TuningCache(tmp_path, "f", ENVIRONMENT).write("other", {"a": 1.0})
-    assert TuningCache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 1.5, "b": 2.0}, "other": {"a": 1.0}}
+    assert TuningCache(tmp_path, "f", ENVIRONMENT).read() == {
+        "key": {"a": 1.5, "b": 2.0},
+        "other": {"a": 1.0},
+    }
     assert TuningCache(tmp_path, "f", ENVIRONMENT | {"ranks": "3"}).read() == {}
     assert TuningCache(tmp_path, "g", ENVIRONMENT).read() == {}
-    assert [path.suffix for path in (tmp_path / "choices").iterdir()] == [".json"], "no temporary file is left"
+    assert [path.suffix for path in (tmp_path / "choices").iterdir()] == [".json"], (
+        "no temporary file is left"
+    )
 
 
 def head(**changes: Any) -> str:
@@ -129,7 +139,11 @@ def test_a_directory_that_cannot_be_made_or_written_to_is_left_alone(tmp_path):
     (tmp_path / "choices").mkdir()
     blocked = TuningCache(tmp_path, "f", ENVIRONMENT)
     blocked.path.mkdir()  # also for root, whom no permission keeps from writing
-    for cache in (TuningCache(tmp_path / "file", "f", ENVIRONMENT), TuningCache(None, "f", ENVIRONMENT), blocked):
+    for cache in (
+        TuningCache(tmp_path / "file", "f", ENVIRONMENT),
+        TuningCache(None, "f", ENVIRONMENT),
+        blocked,
+    ):
         cache.write("key", {"a": 1.0})
         assert cache.read() == {}
         assert not cache.problem
@@ -190,18 +204,31 @@ class Sleepers:
 
     def tuning(self, key: str = "key", **changes: Any) -> Tuning:
         return Tuning(
-            **{"key": key, "candidates": tuple(self.sleeps), "default": self.default, "make": self.make} | changes
+            **{
+                "key": key,
+                "candidates": tuple(self.sleeps),
+                "default": self.default,
+                "make": self.make,
+            }
+            | changes
         )
 
     def make(self, generator: torch.Generator) -> dict[str, Callable[[], object]]:
         self.made += 1
         torch.randn(3, generator=generator)
-        return {name: (lambda seconds=seconds: self.call(seconds)) for name, seconds in self.sleeps.items()}
+        return {
+            name: (lambda seconds=seconds: self.call(seconds))
+            for name, seconds in self.sleeps.items()
+        }
 
     def call(self, seconds: float) -> None:
         self.calls += 1
         self.before()
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch._C._len_torch_dispatch_stack()
+        modes = (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch._C._len_torch_dispatch_stack(),
+        )
         self.seen.add((threading.current_thread() is threading.main_thread(), *modes))
         time.sleep(seconds)
 
@@ -244,13 +271,17 @@ def test_ranks_choose_alike_by_the_slowest(ranks, world):
         assert result["chosen"].times["second"] > 8
         assert result["again"]
         assert result["other"] == results[0]["other"]
-        assert result["seen"] == {(False, False, False, 0)}, "in a thread of its own, without the caller's modes"
+        assert result["seen"] == {(False, False, False, 0)}, (
+            "in a thread of its own, without the caller's modes"
+        )
         assert result["rng"]
         assert result["said"].startswith("key: third (first ")
         assert result["said"].endswith("; measured)")
 
 
-def kept(directory: Path, spoil: bool, sleeps: dict[str, float] = SLEEPS) -> tuple[str, str, int, list[str], list[str]]:
+def kept(
+    directory: Path, spoil: bool, sleeps: dict[str, float] = SLEEPS
+) -> tuple[str, str, int, list[str], list[str]]:
     candidates = Sleepers(sleeps if dist.get_rank() == 0 else dict.fromkeys(sleeps, 1e-4))
     if spoil and dist.get_rank() == 0:
         for path in (directory / "choices").iterdir():
@@ -261,15 +292,25 @@ def kept(directory: Path, spoil: bool, sleeps: dict[str, float] = SLEEPS) -> tup
     )
     dist.barrier()
     problems = [line for line in report_lines("f") if "damaged" in line]
-    return chosen.candidate, chosen.why, candidates.calls, problems, sorted(path.name for path in directory.iterdir())
+    return (
+        chosen.candidate,
+        chosen.why,
+        candidates.calls,
+        problems,
+        sorted(path.name for path in directory.iterdir()),
+    )
 
 
 def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
     for arm, why, calls, _, names in ranks(2)(kept, tmp_path, False):
-        assert (arm, why, names) == ("third", "measured", ["choices"]), "the first rank alone writes"
+        assert (arm, why, names) == ("third", "measured", ["choices"]), (
+            "the first rank alone writes"
+        )
         assert calls > 0
     for arm, why, calls, _, _ in ranks(2)(kept, tmp_path, False, dict(reversed(SLEEPS.items()))):
-        assert (arm, why, calls) == ("third", "measured in an earlier run", 0), "the first rank alone reads"
+        assert (arm, why, calls) == ("third", "measured in an earlier run", 0), (
+            "the first rank alone reads"
+        )
     for _, why, _, _, _ in ranks(2)(kept, tmp_path, False, SLEEPS | {"fourth": 1e-3}):
         assert why == "measured", "other candidates are another question"
     first, second = ranks(2)(kept, tmp_path, True)
@@ -296,7 +337,9 @@ def test_once_the_budget_is_spent_the_default_is_taken(ranks):
     for cheap, dear, late in ranks(2)(spending):
         assert cheap == ("third", "measured", 1)
         assert dear == ("second", "not measured, since measuring has taken its 10 s", 2)
-        assert late == ("second", "not measured, since measuring has taken its 10 s", 2), "no candidates are made"
+        assert late == ("second", "not measured, since measuring has taken its 10 s", 2), (
+            "no candidates are made"
+        )
 
 
 class InBackward(torch.autograd.Function):
@@ -325,7 +368,9 @@ def not_measured() -> dict[str, Any]:
         found[name] = chosen.candidate, chosen.final, candidates.calls
 
     if dist.get_rank() == 0:  # alone
-        InBackward.apply(torch.ones(1, requires_grad=True), lambda: ask("in a backward")).sum().backward()
+        InBackward.apply(
+            torch.ones(1, requires_grad=True), lambda: ask("in a backward")
+        ).sum().backward()
         with mock.patch("torch.compiler.is_compiling", return_value=True):
             ask("traced")
     torch.use_deterministic_algorithms(True)
@@ -346,8 +391,12 @@ def not_measured() -> dict[str, Any]:
     found["said"] = [line.partition(" (")[2] for line in report_lines("f")[before:]]
     ask("with one that is usable", key="one", usable=lambda name: name == "first")
     ask("with two that are usable", key="two", usable=lambda name: name != "third")
-    found["of them"] = tuner.tune(group(), candidates.tuning("two", usable=lambda name: name != "third")).times
-    found["others"] = tuner.tune(group(), Sleepers({"first": 1e-3, "another": 0.0}).tuning("two")).candidate
+    found["of them"] = tuner.tune(
+        group(), candidates.tuning("two", usable=lambda name: name != "third")
+    ).times
+    found["others"] = tuner.tune(
+        group(), Sleepers({"first": 1e-3, "another": 0.0}).tuning("two")
+    ).candidate
     ask("at last")
     found["same"] = get_autotuner(group(), CPU, "f", None) is get_autotuner(group(), CPU, "f", None)
     return found
@@ -401,7 +450,10 @@ def failing() -> dict[str, Any]:
     if dist.get_rank() == 0:
         candidates.call = fail(SLEEPS["third"])
         tuner, tuning = make_tuner(), candidates.tuning("third fails here")
-        with mock.patch.object(autotuner_module, "FAILURE_TIMEOUT_S", 0.5), pytest.raises(IndexError) as caught:
+        with (
+            mock.patch.object(autotuner_module, "FAILURE_TIMEOUT_S", 0.5),
+            pytest.raises(IndexError) as caught,
+        ):
             tuner._first_call(group(), tuning, "third", tuning.make(torch.Generator())["third"])
         found["alone"] = str(caught.value)
     return found

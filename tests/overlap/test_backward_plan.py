@@ -14,8 +14,12 @@ from ovpatch.overlap.data_parallel.backward_plan import (
     plan_backward,
 )
 
-ALL_FACTS = [PlanFacts(*values) for values in itertools.product([False, True], repeat=len(PlanFacts._fields))]
-ALL_PLANS = [(facts, copies, plan_backward(facts, copies)) for facts in ALL_FACTS for copies in (False, True)]
+ALL_FACTS = [
+    PlanFacts(*values) for values in itertools.product([False, True], repeat=len(PlanFacts._fields))
+]
+ALL_PLANS = [
+    (facts, copies, plan_backward(facts, copies)) for facts in ALL_FACTS for copies in (False, True)
+]
 
 KINDS = [
     (PlanFacts(), BackwardKind.FIRST),
@@ -34,7 +38,9 @@ def test_the_facts_decide_the_kind(facts, kind):
 
 
 def test_a_warm_step_finds_its_plan_in_a_cache():
-    assert plan_backward(PlanFacts(has_order=True), False) is plan_backward(PlanFacts(has_order=True), False)
+    assert plan_backward(PlanFacts(has_order=True), False) is plan_backward(
+        PlanFacts(has_order=True), False
+    )
 
 
 def overlaps(facts: PlanFacts, plan: BackwardPlan) -> bool:
@@ -52,7 +58,9 @@ def test_each_plan_follows_the_table():
         assert plan.expected is expected.get(kind, Expected.SINGLE), where
         assert plan.searches_unused is (kind is BackwardKind.SEARCHED), where
         assert plan.skips_frozen is (kind is BackwardKind.EXPERTS), where
-        assert plan.shares_usage is (kind in (BackwardKind.SEARCHED, BackwardKind.STATIC_FIRST)), where
+        assert plan.shares_usage is (kind in (BackwardKind.SEARCHED, BackwardKind.STATIC_FIRST)), (
+            where
+        )
         assert plan.overlaps is overlaps(facts, plan), where
         assert plan.ends_with_task is (kind in (BackwardKind.SEARCHED, BackwardKind.EXPERTS)), where
         may_record = kind in (BackwardKind.FIRST, BackwardKind.STATIC)

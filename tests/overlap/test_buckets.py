@@ -38,7 +38,10 @@ def test_every_rank_packs_the_same_sizes_whatever_its_gradients_are_like():
     held = [p.grad.detach() for p in ranks[1]]
     buckets = [GradBucket(range(6), given, flat_below=MIXED) for given in ranks]
     packs = [bucket.pack(3) for bucket in buckets]
-    sizes = [[(piece.numel(), piece.dtype) for piece in pack] for pack in [*packs, buckets[0].make_zeros()]]
+    sizes = [
+        [(piece.numel(), piece.dtype) for piece in pack]
+        for pack in [*packs, buckets[0].make_zeros()]
+    ]
     assert sizes[0] == sizes[1] == sizes[2] == sizes[3]
     assert not any(piece.any() for piece in [*packs[2], *buckets[0].make_zeros()])
     reduced_in_place = [
@@ -122,7 +125,10 @@ def test_a_sparse_gradient_among_dense_ones_names_the_remedy():
     embedding(torch.tensor([1, 3])).sum().backward()
     for flat_below in (ALONE, FLAT):
         bucket = GradBucket([0], [embedding.weight], flat_below=flat_below)
-        with pytest.raises(RuntimeError, match=r"shape \(5, 2\) has a sparse gradient.*Set sparse=True in the module"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"shape \(5, 2\) has a sparse gradient.*Set sparse=True in the module",
+        ):
             bucket.pack(2)
 
 

@@ -117,7 +117,9 @@ def test_a_gradient_dropped_while_it_is_reduced_comes_back(flat_below):
     for piece in bucket.pack(1):
         piece.zero_()
     finish(bucket)
-    assert all(torch.equal(h, 2 * e) for h, e in zip(held, expected, strict=True)), "it belongs to the user now"
+    assert all(torch.equal(h, 2 * e) for h, e in zip(held, expected, strict=True)), (
+        "it belongs to the user now"
+    )
 
 
 @pytest.mark.parametrize("flat_below", [ALONE, 50, 1 << 60])

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter, backend_name
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int32]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int32,
+]
 
 
 def group() -> dist.ProcessGroup:
@@ -27,7 +35,9 @@ def for_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list
 def tensors(rank: int, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     # Small integers: their sums are exact in every dtype, whatever the order.
-    real = [torch.randint(-8, 8, (2, *size), generator=generator).to(torch.float64) for size in sizes]
+    real = [
+        torch.randint(-8, 8, (2, *size), generator=generator).to(torch.float64) for size in sizes
+    ]
     return [(torch.complex(*pair) if dtype.is_complex else pair[0]).to(dtype) for pair in real]
 
 
@@ -51,8 +61,13 @@ def test_tensors_are_summed_in_place_by_one_launch(ranks, world):
     calls = [*((many, dtype) for dtype in DTYPES), ([(4, 3)], torch.float32), ([], torch.float32)]
     for results in ranks(world)(for_each, summed, calls):
         for (sizes, dtype), result in zip(calls, results, strict=True):
-            expected = [sum(parts) for parts in zip(*(tensors(r, sizes, dtype) for r in range(world)), strict=True)]
-            assert all(torch.equal(got, want) for got, want in zip(result["sums"], expected, strict=True)), dtype
+            expected = [
+                sum(parts)
+                for parts in zip(*(tensors(r, sizes, dtype) for r in range(world)), strict=True)
+            ]
+            assert all(
+                torch.equal(got, want) for got, want in zip(result["sums"], expected, strict=True)
+            ), dtype
             assert result["in place"]
             assert result["works"] == bool(sizes)
             assert result["backend"] == "gloo"
@@ -123,11 +138,15 @@ class Nccl:
     def wait(self) -> None:
         self.waited.append("wait")
 
-    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, options: Any) -> Nccl | None:
+    def _allgather_base(
+        self, output: torch.Tensor, part: torch.Tensor, options: Any
+    ) -> Nccl | None:
         output.copy_(part.repeat(2))
         return self if options.asyncOp else None
 
-    def _reduce_scatter_base(self, output: torch.Tensor, terms: torch.Tensor, options: Any) -> Nccl | None:
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, terms: torch.Tensor, options: Any
+    ) -> Nccl | None:
         assert options.reduceOp == dist.ReduceOp.AVG
         output.copy_(terms[:2])
         return self if options.asyncOp else None

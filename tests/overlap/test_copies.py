@@ -53,17 +53,27 @@ def moved(dtype: torch.dtype) -> list[dict[str, Any]]:
         apart = [torch.empty_like(whole) for whole in wholes]
         given = drawn(rank, [size * world for size in sizes], dtype)
         sums, means = ([torch.empty(size, dtype=dtype) for size in sizes] for _ in range(2))
-        wides = [torch.empty(size, dtype=torch.promote_types(dtype, torch.float32)) for size in sizes]
+        wides = [
+            torch.empty(size, dtype=torch.promote_types(dtype, torch.float32)) for size in sizes
+        ]
         works = [*engine.gather(wholes, inside), *engine.scatter(sums, given, average=False)]
         works += [*engine.scatter(wides, given, average=False)]
         works += [*engine.scatter(means, given, average=True), *engine.gather(apart, beside)]
         for work in works:
             work.wait()
-        results.append({"wholes": wholes, "apart": apart, "sums": sums, "wides": wides, "means": means})
+        results.append(
+            {"wholes": wholes, "apart": apart, "sums": sums, "wides": wides, "means": means}
+        )
     return results
 
 
-CASES = [(2, torch.float32), (3, torch.float32), (4, torch.float32), (2, torch.float64), (3, torch.float16)]
+CASES = [
+    (2, torch.float32),
+    (3, torch.float32),
+    (4, torch.float32),
+    (2, torch.float64),
+    (3, torch.float16),
+]
 
 
 @pytest.mark.parametrize(("world", "dtype"), [*CASES, (2, torch.bfloat16), (3, torch.bfloat16)])
@@ -87,11 +97,19 @@ def test_everybody_gets_all_parts_and_its_sums(ranks, world, dtype):
 
 
 def unfit() -> list[str]:
-    engine = Engine(dist.new_group([0], use_local_synchronization=True), CPU, allocate=windows.allocate)
+    engine = Engine(
+        dist.new_group([0], use_local_synchronization=True), CPU, allocate=windows.allocate
+    )
     whole, refused = torch.zeros(2, 3), []
-    for outputs, inputs in (([whole], [whole.t()]), ([whole.t()], [whole]), ([whole], [torch.zeros(5)])):
+    for outputs, inputs in (
+        ([whole], [whole.t()]),
+        ([whole.t()], [whole]),
+        ([whole], [torch.zeros(5)]),
+    ):
         for call in (engine.gather, functools.partial(engine.scatter, average=False)):
-            with pytest.raises(ValueError, match="contiguous tensors, and outputs whose sizes match") as error:
+            with pytest.raises(
+                ValueError, match="contiguous tensors, and outputs whose sizes match"
+            ) as error:
                 call(outputs, inputs)
             refused.append(str(error.value))
     return refused
@@ -111,7 +129,9 @@ def instead_of_the_backend() -> dict[str, Any]:
     whole.chunk(2)[rank].fill_(rank + 1)
     for work in AllGather(group, CPU)([whole], [whole.chunk(2)[rank]]):
         work.wait()
-    for work in ReduceScatter(group, CPU)([part], [torch.full((6,), 1j * (rank + 1), dtype=torch.complex64)]):
+    for work in ReduceScatter(group, CPU)(
+        [part], [torch.full((6,), 1j * (rank + 1), dtype=torch.complex64)]
+    ):
         work.wait()
     attend(group, CPU)
     integers = torch.empty(1, dtype=torch.int32)
@@ -126,7 +146,9 @@ def test_collectives_take_what_was_chosen_for_their_group(ranks):
     for rank, result in enumerate(ranks(2)(instead_of_the_backend)):
         assert result["whole"].tolist() == [1.0] * 3 + [2.0] * 3
         assert result["part"].tolist() == [3j] * 3
-        assert result["integers"] == [2 * (rank + 1)], "the backend's sums, of what copies do not add"
+        assert result["integers"] == [2 * (rank + 1)], (
+            "the backend's sums, of what copies do not add"
+        )
         assert result["none"] == [None] * 4
 
 
@@ -148,7 +170,9 @@ class Recorded:
         self.calls.append("end")
 
 
-@pytest.mark.parametrize("what", [{"gathers": True}, {"scatters": True}, {"gathers": True, "scatters": True}, {}])
+@pytest.mark.parametrize(
+    "what", [{"gathers": True}, {"scatters": True}, {"gathers": True, "scatters": True}, {}]
+)
 def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch, what):
     both: Any = Recorded()
     attend(both, CPU)
@@ -201,7 +225,9 @@ def test_all_ranks_choose_alike_and_say_why_not(ranks):
     automatic, unable, refused, deaf, off, on = first
     assert automatic == off == (False, False, False, [])
     assert unable[:3] == refused[:3] == deaf[:3] == (False, False, True)
-    assert unable[3] == ["copy engines are not used: tensors are on cpu, not on CUDA devices (rank 0, 1)"]
+    assert unable[3] == [
+        "copy engines are not used: tensors are on cpu, not on CUDA devices (rank 0, 1)"
+    ]
     assert "memory cannot be shared (pidfd_getfd: Operation not permitted)" in refused[3][0]
     assert "data from rank 0 does not arrive" in deaf[3][0]
     assert on == (True, True, True, [])
@@ -225,11 +251,19 @@ class Known:
         def launch(*args: Any, stream: int) -> None:
             slots, own, out, places, sizes = (args[i : i + 8] for i in range(0, 40, 8))
             assert [slot is None for slot in slots] == [r == rank or r >= count for r in range(8)]
-            assert args[40:] == (1.0 if dtype == torch.float64 else 1 / 4, rank, count, dtype == torch.float64, 64)
+            assert args[40:] == (
+                1.0 if dtype == torch.float64 else 1 / 4,
+                rank,
+                count,
+                dtype == torch.float64,
+                64,
+            )
             for mine, to, at, n in zip(own, out, places, sizes, strict=True):
                 if not aligned or not n:
                     assert (mine % 16, to % 16, n % 16) == (0, 0, 0)
-                terms = [mine if r == rank else slots[r] + at * dtype.itemsize for r in range(count)]
+                terms = [
+                    mine if r == rank else slots[r] + at * dtype.itemsize for r in range(count)
+                ]
                 exact = torch.promote_types(dtype, torch.float32)
                 total = sum(at_address(term, n, dtype).to(exact) for term in terms)
                 at_address(to, n, wide).copy_(total * args[40])
@@ -247,7 +281,9 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         sum_kernel._compiled = Known()
 
     def span(values: Tensor, begin: int = 0) -> Span:
-        memory = torch.cat([torch.full((begin,), torch.nan), values, torch.full((3,), torch.nan)]).to(values.dtype)
+        memory = torch.cat(
+            [torch.full((begin,), torch.nan), values, torch.full((3,), torch.nan)]
+        ).to(values.dtype)
         return Span(memory, begin, len(values), memory.data_ptr() + begin * memory.itemsize)
 
     found = []
@@ -262,13 +298,17 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         sizes = [1, 500, 64, 64, 200, 70, 640, 16, 32, 48, 64, 16, 33]
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         own = [span(torch.randn(numel).to(dtype), i % 3) for i, numel in enumerate(sizes)]
-        ours, expected = ([span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2))
+        ours, expected = (
+            [span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2)
+        )
         sum_kernel.launch_sum(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
         collectives.add_slots(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
         found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
     if known:
         together = [key for key in sum_kernel._compiled.keys if not key[-1]]
-        assert len(together) < len(sum_kernel._compiled.keys) < len(found), "some go together, some by themselves"
+        assert len(together) < len(sum_kernel._compiled.keys) < len(found), (
+            "some go together, some by themselves"
+        )
     return found
 
 
@@ -315,7 +355,11 @@ def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, c
     assert selection.find_gatherer(other, CPU) is engines[1]
     assert engines[1].asked == 0
     selection.forget()
-    assert (selection.find_gatherer(other, CPU), engines[1].asked, selection._stuck) == (None, 1, [engines[0]])
+    assert (selection.find_gatherer(other, CPU), engines[1].asked, selection._stuck) == (
+        None,
+        1,
+        [engines[0]],
+    )
 
 
 def ends(pipe: Any, error: bool) -> None:
@@ -380,7 +424,10 @@ def busy_with(ranks_: set[int]) -> str:
     end = threading.Event()
     never = (lambda _device: end.wait()) if dist.get_rank() in ranks_ else (lambda _device: None)
     patience = 1.0 if ranks_ else selection.IDLE_S
-    with mock.patch.object(torch.cuda, "synchronize", never), mock.patch.object(selection, "IDLE_S", patience):
+    with (
+        mock.patch.object(torch.cuda, "synchronize", never),
+        mock.patch.object(selection, "IDLE_S", patience),
+    ):
         try:
             return selection._wait_until_idle(dist.group.WORLD, torch.device("cuda", 0))
         finally:

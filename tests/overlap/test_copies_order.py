@@ -123,7 +123,9 @@ def play(seed: int) -> None:
 @pytest.fixture(autouse=True, params=[True, False], ids=["written", "copied"])
 def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setitem(writing, "to peers", request.param)
-    cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
+    cuda = SimpleNamespace(
+        Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0]
+    )
     cuda._is_in_bad_fork, cuda.device = lambda: False, contextlib.nullcontext
     cuda.synchronize = lambda _: None
     monkeypatch.setattr(window, "torch", SimpleNamespace(cuda=cuda, int32=torch.int32))
@@ -131,7 +133,9 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 
     add = collectives.add_slots
 
-    def add_slots(slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream) -> None:
+    def add_slots(
+        slots: list[Span | None], addends: list[Addend], scale: float, stream: Stream
+    ) -> None:
         stream.add(lambda: add(slots, addends, scale, 0))
 
     monkeypatch.setattr(collectives, "add_slots", add_slots)
@@ -164,10 +168,15 @@ def train(world: int, seed: int, number: int) -> None:
     mains = [[Stream(torch.device("cuda", rank)) for _ in range(2)] for rank in range(world)]
     checks = []
     for _ in range(draw.randint(2, 5)):
-        sizes = [draw.choice([0, 1, 40, 64, 129, draw.randint(1, 200)]) for _ in range(draw.randint(1, 3))]
+        sizes = [
+            draw.choice([0, 1, 40, 64, 129, draw.randint(1, 200)])
+            for _ in range(draw.randint(1, 3))
+        ]
         gathers, which, who = draw.random() < 0.5, draw.randint(0, 1), draw.choice([0, 0, 1, None])
         inside = gathers and draw.random() < 0.5
-        given = [[torch.randn(size * (1 if gathers else world)) for size in sizes] for _ in range(world)]
+        given = [
+            [torch.randn(size * (1 if gathers else world)) for size in sizes] for _ in range(world)
+        ]
         for rank in range(world):
             with stream(mains[rank][which]):
                 waits = None if who is None else mains[rank][which ^ who]
@@ -211,7 +220,9 @@ def call(
         if gathers:
             expected = [torch.cat([tensors[i] for tensors in given]) for i in range(len(sizes))]
         else:
-            parts = [[tensors[i].view(world, -1)[rank] for tensors in given] for i in range(len(sizes))]
+            parts = [
+                [tensors[i].view(world, -1)[rank] for tensors in given] for i in range(len(sizes))
+            ]
             expected = [sum(terms[1:], terms[0]) for terms in parts]
         return all(map(torch.equal, results, expected))
 
@@ -219,7 +230,9 @@ def call(
 
 
 @pytest.mark.parametrize(("world", "shared"), [(2, False), (3, False), (3, True)])
-def test_any_order_of_steps_moves_the_same(world: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_of_steps_moves_the_same(
+    world: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sharing, "queue", shared)
     for seed in range(60):
         train(world, seed, number=0)
@@ -235,8 +248,12 @@ def test_numbers_of_meetings_wrap() -> None:
 def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
     streams.clear()
     memories = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(3)]
-    seen_by_one = [torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)]
-    meetings = [StreamBarrier(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)]
+    seen_by_one = [
+        torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)
+    ]
+    meetings = [
+        StreamBarrier(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)
+    ]
     for meeting in meetings:
         meeting.try_out(Stream(torch.device("cuda", 0)))
     play(0)
@@ -278,7 +295,10 @@ def test_after_half_a_call_there_are_no_more() -> None:
     with stream(Stream(torch.device("cuda", 0))):
         with pytest.raises(KeyboardInterrupt):
             engine.gather([torch.zeros(2)], [torch.ones(1)])
-        for call, out, of in ((engine.gather, 2, 1), (functools.partial(engine.scatter, average=False), 1, 2)):
+        for call, out, of in (
+            (engine.gather, 2, 1),
+            (functools.partial(engine.scatter, average=False), 1, 2),
+        ):
             with pytest.raises(RuntimeError, match=r"in the middle of a call.*Restart all ranks"):
                 call([torch.zeros(out)], [torch.zeros(of)])
         engine.failed_everywhere()
@@ -293,14 +313,23 @@ def mailboxes(world: int, slots: int, slot_bytes: int) -> list[PointToPoint]:
     memories: list[Tensor] = []
 
     def allocate(size: int, group: Any, device: torch.device) -> Window:
-        memories.extend(torch.full((size,), 255, dtype=torch.uint8) for _ in range(world - len(memories)))
+        memories.extend(
+            torch.full((size,), 255, dtype=torch.uint8) for _ in range(world - len(memories))
+        )
         return Window(memories, lambda _: None, Driver().copy, driver=Driver())
 
     edges = [(a, b) for a in range(world) for b in range(world) if a != b]
-    groups: list[Any] = [SimpleNamespace(size=lambda: world, rank=lambda rank=rank: rank) for rank in range(world)]
+    groups: list[Any] = [
+        SimpleNamespace(size=lambda: world, rank=lambda rank=rank: rank) for rank in range(world)
+    ]
     found = []
     for rank, group in enumerate(groups):
-        given: dict[str, Any] = {"slots": slots, "slot_bytes": slot_bytes, "timeout_s": 1000.0, "allocate": allocate}
+        given: dict[str, Any] = {
+            "slots": slots,
+            "slot_bytes": slot_bytes,
+            "timeout_s": 1000.0,
+            "allocate": allocate,
+        }
         found.append(PointToPoint(group, torch.device("cuda", rank), edges, **given))
         found[-1]._closed.put(None)  # here tests look, and no thread
     return found
@@ -327,7 +356,13 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
     kept: list[Any] = []  # which keep what they send
 
     def read(
-        receiver: int, receiving: Any, got: list[Tensor], sender: int, sending: Any, sent: list[Tensor], values: Any
+        receiver: int,
+        receiving: Any,
+        got: list[Tensor],
+        sender: int,
+        sending: Any,
+        sent: list[Tensor],
+        values: Any,
     ) -> None:
         found: list[Tensor] = []
         with stream(mains[receiver]):
@@ -341,16 +376,25 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
                 current[0].add(lambda: [one.fill_(torch.inf) for one in sent])
         checks.append((found, values))
 
-    most = 1024 // 4 if not shared else slots * boxes[0].slot_bytes // 4 // 2  # elements: all pieces have slots
+    most = (
+        1024 // 4 if not shared else slots * boxes[0].slot_bytes // 4 // 2
+    )  # elements: all pieces have slots
     for box in boxes:
         box.begin(str)
     for _ in range(draw.randint(1, 12)):
         sender, receiver = draw.sample(range(world), 2)
-        sizes = [draw.choice([0, 1, draw.randint(1, max(1, most // 2))]) for _ in range(draw.randint(1, 2))]
+        sizes = [
+            draw.choice([0, 1, draw.randint(1, max(1, most // 2))])
+            for _ in range(draw.randint(1, 2))
+        ]
         values = [torch.randn(size) for size in sizes]
         sent, got = ([torch.full_like(value, torch.nan) for value in values] for _ in range(2))
         with stream(mains[sender]):
-            current[0].add(lambda sent=sent, values=values: [a.copy_(b) for a, b in zip(sent, values, strict=True)])
+            current[0].add(
+                lambda sent=sent, values=values: [
+                    a.copy_(b) for a, b in zip(sent, values, strict=True)
+                ]
+            )
             sending = boxes[sender].send(sent, receiver)
         receiving = boxes[receiver].receive(got, sender)
         unread.append((receiver, receiving, got, sender, sending, sent, values))
@@ -368,7 +412,9 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("world", "shared"), [(2, False), (3, False), (2, True), (3, True)])
-def test_messages_arrive_in_any_order_of_steps(world: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_arrive_in_any_order_of_steps(
+    world: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sharing, "queue", shared)
     for seed in range(60):
         exchange(world, seed, shared=shared)
@@ -404,7 +450,9 @@ def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> N
     assert here._streams.is_idle()
     assert told == [here.failure]
     for call in (lambda: here.begin(str), lambda: here.send([], 1), here.receive([], 1).wait):
-        with pytest.raises(RuntimeError, match=r"messages of a step have not come.*start the job again"):
+        with pytest.raises(
+            RuntimeError, match=r"messages of a step have not come.*start the job again"
+        ):
             call()
 
 

@@ -24,7 +24,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-GRAPHS = [torch.cuda.CUDAGraph, *([torch.accelerator.Graph] if hasattr(torch.accelerator, "Graph") else [])]
+GRAPHS = [
+    torch.cuda.CUDAGraph,
+    *([torch.accelerator.Graph] if hasattr(torch.accelerator, "Graph") else []),
+]
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -33,7 +36,9 @@ def test_both_begin_with_everything_settled(name, graph):
     model = network()
     expected = copy.deepcopy(model.state_dict())
     holder = stale(model)
-    with pytest.raises((TypeError, AttributeError)):  # torch's own, of nothing that could be captured or replayed
+    with pytest.raises(
+        (TypeError, AttributeError)
+    ):  # torch's own, of nothing that could be captured or replayed
         getattr(graph, name)(None)
     assert holder.settled == 1
     assert not PENDING

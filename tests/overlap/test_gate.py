@@ -22,8 +22,21 @@ from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer import test_held_state, test_loop_styles, test_models, test_reads_of_gradients
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, some, train_step
+from tests.plugins.dist_optimizer import (
+    test_held_state,
+    test_loop_styles,
+    test_models,
+    test_reads_of_gradients,
+)
+from tests.plugins.dist_optimizer.checks import (
+    SMALL,
+    all_cases,
+    both,
+    check_all,
+    ddp,
+    some,
+    train_step,
+)
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support import signs
 from tests.support.gloo import destroy_group
@@ -187,7 +200,9 @@ def test_peers_of_a_rank_that_aborts_get_an_error(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_all_abort_continue(ranks, world):
-    assert [text for text, _ in ranks(world)(aborting, list(range(world)), timeout=60)] == [""] * world
+    assert [text for text, _ in ranks(world)(aborting, list(range(world)), timeout=60)] == [
+        ""
+    ] * world
 
 
 def aborting_first(peers_wait: bool) -> tuple[str, bool]:
@@ -362,7 +377,10 @@ def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int
                 begin = time.monotonic()
                 opt.step()
                 if number == 3 and len(who) == 1 and dist.get_rank() in who:
-                    raise RuntimeError("they had not gone on. Do the same on every rank, or turn dist_optimizer off")
+                    raise RuntimeError(
+                        "they had not gone on. Do the same on every rank, or turn dist_optimizer "
+                        "off"
+                    )
             text = ""
         except RuntimeError as error:
             text = str(error)
@@ -375,7 +393,9 @@ def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, world):
     with_local, *others = ranks(world)(gated_hosts, [0], timeout=100)
-    assert "Do the same on every rank, or turn dist_optimizer off" in with_local[0]  # the others may have gone on
+    assert (
+        "Do the same on every rank, or turn dist_optimizer off" in with_local[0]
+    )  # the others may have gone on
     for text, took, _ in others:
         assert "with gradients that DistributedDataParallel had not reduced" in text
         assert took < 35
@@ -405,7 +425,9 @@ def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
         try:
             model(data(number, 5, 6)).square().mean().backward()
             if number == 3 and dist.get_rank() == 0:
-                new = (torch.optim.AdamW if kind == "same" else torch.optim.SGD)(model.parameters(), 0.01)
+                new = (torch.optim.AdamW if kind == "same" else torch.optim.SGD)(
+                    model.parameters(), 0.01
+                )
                 opts.insert(0 if first else 1, new)
             steps = True
             for opt in opts:
@@ -416,7 +438,10 @@ def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
                 del opts[:-1], opt
         except RuntimeError as error:
             if not steps and dist.get_rank() == 0:
-                return "", 0.0  # it went on as stock, and its backward has waited for the others, which do not come
+                return (
+                    "",
+                    0.0,
+                )  # it went on as stock, and its backward has waited for the others, which do not come
             return str(error), time.monotonic() - begin
         if number == 4 and dist.get_rank() == 0:
             return "", time.monotonic() - begin
@@ -424,13 +449,23 @@ def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
 
 
 def beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
-    with counted(), ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}):
+    with (
+        counted(),
+        ovpatch.applied(
+            "ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}
+        ),
+    ):
         found = step_beside(kind, first, alone)
         dist.barrier()
     return found
 
 
-BESIDE = [(kind, first, alone) for kind in ("same", "other") for first in (True, False) for alone in (False, True)]
+BESIDE = [
+    (kind, first, alone)
+    for kind in ("same", "other")
+    for first in (True, False)
+    for alone in (False, True)
+]
 ON_THREE = [("same", True, False), ("same", False, True), ("other", True, True)]
 
 
@@ -438,12 +473,17 @@ ON_THREE = [("same", True, False), ("same", False, True), ("other", True, True)]
     ("kind", "first", "alone", "world"),
     [*((*one, 2) for one in BESIDE), *((*one, 3) for one in ON_THREE)],
 )
-def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first, alone):
+def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(
+    ranks, world, kind, first, alone
+):
     """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""
     (own, took), *others = ranks(world)(beside, kind, first, alone, timeout=100)
     assert took < 35
     # The barrier shows it, or the step flags of the next backward, if hosts have passed each other.
-    known = ("stepped another optimizer than this rank. Do the same on every rank", "in orders that differ")
+    known = (
+        "stepped another optimizer than this rank. Do the same on every rank",
+        "in orders that differ",
+    )
     assert not own or any(text in own for text in (*known, "ranks step different optimizers"))
     for text, took in others:
         assert any(error in text for error in known), text
@@ -469,7 +509,9 @@ def test_training_with_gates(ranks):
 
 def held_with_gates(kind: str) -> dict[str, Any]:
     with counted() as calls:
-        result = both(test_held_state.held, kind, "object", "after", True, options=test_held_state.ALL)
+        result = both(
+            test_held_state.held, kind, "object", "after", True, options=test_held_state.ALL
+        )
     assert calls["defer_wait"] or kind != "adamw", "hosts waited as soon as they had come"
     return result
 
@@ -549,7 +591,10 @@ class Own(torch.optim.SGD):
 
 def calls_of_a_step(case: str) -> dict[str, int]:
     options = SMALL | {"element_wise": f"{__name__}.Own"}
-    with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
+    with (
+        counted() as calls,
+        ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}),
+    ):
         model = ddp(net())
         optimizer = (Own if case == "named" else torch.optim.SGD)(model.parameters(), lr=0.1)
         for step in range(9):

@@ -37,13 +37,20 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
 def quiet(params: list[nn.Parameter]) -> None:
     """Wait until gloo's thread has let go of the last collective's tensors; a program's next step comes later."""
     deadline = time.monotonic() + 60
-    while "other tensors share its memory" in map(find_reason_against, params) and time.monotonic() < deadline:
+    while (
+        "other tensors share its memory" in map(find_reason_against, params)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.0005)
 
 
-def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: torch.memory_format) -> dict[str, Any]:
+def gathered(
+    sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: torch.memory_format
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    wanted = [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+    wanted = [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes
+    ]
     wanted = [w.contiguous(memory_format=memory_format) if w.dim() == 4 else w for w in wanted]
     params = [nn.Parameter(w.clone()) for w in wanted]
     before = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
@@ -58,7 +65,9 @@ def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: to
         values = [torch.equal(p, w) for p, w in zip(params, wanted, strict=True)]
         outcome.append((reason, all(pending), all(values), bool(PENDING)))
     after = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
-    plain = all(type(p) is nn.Parameter and p.requires_grad and p.is_leaf and p.grad is None for p in params)
+    plain = all(
+        type(p) is nn.Parameter and p.requires_grad and p.is_leaf and p.grad is None for p in params
+    )
     return {"outcome": outcome, "same": before == after, "plain": plain}
 
 
@@ -67,10 +76,15 @@ def test_parameters_are_whole_again_where_they_were(ranks, world):
     sizes = [(6, 4), (7,), (2, 6, 4, 3), (13, 5), (12,)]
     calls = [(sizes, dtype, torch.channels_last) for dtype in DTYPES]
     # One parameter, or none, that divides.
-    calls += [(some, torch.float32, torch.contiguous_format) for some in ([(6, 6)], [(7,)], [(5,), (1, 7)])]
+    calls += [
+        (some, torch.float32, torch.contiguous_format)
+        for some in ([(6, 6)], [(7,)], [(5,), (1, 7)])
+    ]
     right = {"outcome": [("", True, True, False)] * 3, "same": True, "plain": True}
     for results in ranks(world)(for_each, gathered, calls):
-        assert [call for call, result in zip(calls, results, strict=True) if result != right] == [] or world == 1
+        assert [
+            call for call, result in zip(calls, results, strict=True) if result != right
+        ] == [] or world == 1
 
 
 def under_way() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:
@@ -105,14 +119,21 @@ def communicated(name: str) -> list[bool]:
     collectives = {
         "all_reduce": lambda p: (dist.all_reduce(p, dist.ReduceOp.MAX), p)[1],
         "broadcast": lambda p: (dist.broadcast(p, 0), p)[1],
-        "all_gather": lambda p: (dist.all_gather(parts := [torch.empty_like(p) for _ in range(2)], p), parts[1])[1],
+        "all_gather": lambda p: (
+            dist.all_gather(parts := [torch.empty_like(p) for _ in range(2)], p),
+            parts[1],
+        )[1],
     }
     param = nn.Parameter(torch.arange(7.0))
     gather = AllGatherBucket([param], group())
     forget_the_others([param])
     with entrances(), torch.no_grad():
         assert gather.start_all_gather() == ""
-        return [is_pending(param), torch.equal(collectives[name](param), torch.arange(7.0)), is_pending(param)]
+        return [
+            is_pending(param),
+            torch.equal(collectives[name](param), torch.arange(7.0)),
+            is_pending(param),
+        ]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
@@ -130,7 +151,12 @@ def refused() -> list[Any]:
     alias = model.weight.detach() if dist.get_rank() == 0 else None
     forget_the_others([model.weight])
     reason = gather.start_all_gather()
-    found = [reason, is_pending(model.weight), alias is None or torch.equal(alias, expected), bool(PENDING)]
+    found = [
+        reason,
+        is_pending(model.weight),
+        alias is None or torch.equal(alias, expected),
+        bool(PENDING),
+    ]
     gather.finish_all_gather()  # or the next case in this process would have a pending parameter
     return found
 
@@ -199,4 +225,7 @@ def profiled() -> list[str]:
 
 def test_labels_in_a_profile(ranks):
     for names in ranks(2)(profiled):
-        assert names == ["ovpatch::dist_optimizer::all_gather (0)", "ovpatch::dist_optimizer::wait (0)"]
+        assert names == [
+            "ovpatch::dist_optimizer::all_gather (0)",
+            "ovpatch::dist_optimizer::wait (0)",
+        ]

@@ -61,7 +61,10 @@ def test_values_end_with_their_object_whatever_it_is_equal_to():
     attached_values(other)["name"] = 2
     attached_values(other)["other name"] = 3
     assert attached_values(one) == {"name": 1}
-    assert [(owner is one, value) for owner, value in find_owners("name")] == [(True, 1), (False, 2)]
+    assert [(owner is one, value) for owner, value in find_owners("name")] == [
+        (True, 1),
+        (False, 2),
+    ]
     del one
     assert [value for _, value in find_owners("name")] == [2]
     assert len(lifetimes._object_values) == before + 1
@@ -84,7 +87,9 @@ def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist(
     os.waitpid(child, 0)
     assert os.read(reader, 16) == b"kept"
     del kept
-    assert len(lifetimes._after_fork_functions) == before, "later forks would write into this pipe's number"
+    assert len(lifetimes._after_fork_functions) == before, (
+        "later forks would write into this pipe's number"
+    )
     os.close(reader)
     os.close(writer)
 

@@ -59,7 +59,12 @@ def test_a_stage_starts_when_the_last_one_is_over_but_never_before_that_of_an_ea
     assert reductions.started[3:] == [("a", 1), ("b", 1), ("d", 0)]
     last.wait()
     for stage in range(3):
-        assert [name for name, number in reductions.started if number == stage] == ["a", "b", "c", "d"]
+        assert [name for name, number in reductions.started if number == stage] == [
+            "a",
+            "b",
+            "c",
+            "d",
+        ]
     assert not reductions.groups._started
 
 
@@ -74,12 +79,17 @@ def test_a_wait_starts_what_it_needs_and_no_later_reduction():
 
 def test_after_a_failed_stage_no_later_stage_starts():
     reductions = Reductions()
-    first, second = reductions.start("a", RuntimeError("Connection closed by peer")), reductions.start("b")
+    first, second = (
+        reductions.start("a", RuntimeError("Connection closed by peer")),
+        reductions.start("b"),
+    )
     for reduction in (first, second, first):
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
             reduction.wait()
     assert ("a", 2) not in reductions.started
-    with pytest.raises(RuntimeError, match=r"earlier reduction has failed: Connection.*Restart all ranks"):
+    with pytest.raises(
+        RuntimeError, match=r"earlier reduction has failed: Connection.*Restart all ranks"
+    ):
         reductions.start("c")
     assert ("c", 0) not in reductions.started
 

@@ -17,9 +17,13 @@ from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
-def layout(dtypes: list[torch.dtype], *, limits: tuple[int, ...] = (sys.maxsize,), **more: object) -> BucketAssignment:
+def layout(
+    dtypes: list[torch.dtype], *, limits: tuple[int, ...] = (sys.maxsize,), **more: object
+) -> BucketAssignment:
     given = [nn.Parameter(torch.zeros(100, dtype=dtype)) for dtype in dtypes]
-    return BucketAssignment(given, more.pop("names", [f"p{i}.weight" for i in range(len(dtypes))]), limits, **more)
+    return BucketAssignment(
+        given, more.pop("names", [f"p{i}.weight" for i in range(len(dtypes))]), limits, **more
+    )
 
 
 def cut(buckets: list[Bucket]) -> list[list[int]]:
@@ -34,7 +38,11 @@ def test_without_an_order_there_is_one_bucket_per_dtype():
 
 
 def test_sizes_cut_in_reverse_registration_order():
-    assert cut(layout([F32] * 5, limits=(400, 800)).assign_initial(bucketed=True)) == [[3, 4], [1, 2], [0]]
+    assert cut(layout([F32] * 5, limits=(400, 800)).assign_initial(bucketed=True)) == [
+        [3, 4],
+        [1, 2],
+        [0],
+    ]
     made = layout([F32, F64, F32] * 3, limits=(400,)).assign_initial(bucketed=True)
     assert sorted(i for group in cut(made) for i in group) == list(range(9))
     assert max(bucket.nbytes for bucket in made) <= 800
@@ -44,7 +52,13 @@ def test_sizes_cut_along_the_order_of_arrival():
     order = [8, 0, 7, 1, 6, 2, 5, 3, 4]
     whole = layout([F32, F64, F32] * 3)
     assert sorted(cut(whole.assign_along(order))) == [[7, 1, 4], [8, 0, 6, 2, 5, 3]]
-    assert cut(layout([F32] * 9, limits=(400, 800)).assign_along(order)) == [[8], [0, 7], [1, 6], [2, 5], [3, 4]]
+    assert cut(layout([F32] * 9, limits=(400, 800)).assign_along(order)) == [
+        [8],
+        [0, 7],
+        [1, 6],
+        [2, 5],
+        [3, 4],
+    ]
 
 
 def test_one_bucket_per_module_and_dtype():
@@ -58,7 +72,14 @@ def test_one_bucket_per_module_and_dtype():
 
 
 def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
-    names = ["embed.weight", "h.0.a.weight", "h.0.b.weight", "h.1.a.weight", "h.1.b.weight", "head.weight"]
+    names = [
+        "embed.weight",
+        "h.0.a.weight",
+        "h.0.b.weight",
+        "h.1.a.weight",
+        "h.1.b.weight",
+        "head.weight",
+    ]
     made = layout([F32] * 6, limits=(1,), granularity="layer", names=names)
     assert cut(made.assign_initial(bucketed=True)) == [[5], [4, 3], [2, 1], [0]]
     assert cut(made.assign_along([5, 4, 2, 3, 0, 1])) == [[5], [4, 3], [0], [2, 1]]
@@ -114,7 +135,9 @@ def test_half_precision_alone_is_widened(granularity):
     assert {bucket.dtype for bucket in narrow} == {F16, BF16}
 
 
-def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more: object) -> list[list[int]]:
+def mixed_sizes(
+    large: set[int], dtypes: list[torch.dtype], company: int, **more: object
+) -> list[list[int]]:
     """Cut parameters of 100 elements, of which some are large and scattered, one bucket for every two."""
     sharder = GradSharder()
     sharder.sharded = frozenset(large)
@@ -125,19 +148,38 @@ def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more
 
 def test_small_gradients_beside_scattered_ones_wait_for_company():
     assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=0) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0], [2], [4], [1, 3, 5, 6, 7]]
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [
+        [0],
+        [2],
+        [4],
+        [1, 3, 5, 6, 7],
+    ]
     assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=800) == [[0], [1, 2, 3], [4], [5, 6, 7]]
-    assert mixed_sizes({0, 6}, [F32] * 8, company=sys.maxsize) == [[0], [1, 2, 3, 4, 5, 6, 7]], "empty ones are none"
-    assert mixed_sizes(set(), [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]], "stock's cuts"
+    assert mixed_sizes({0, 6}, [F32] * 8, company=sys.maxsize) == [[0], [1, 2, 3, 4, 5, 6, 7]], (
+        "empty ones are none"
+    )
+    assert mixed_sizes(set(), [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]], (
+        "stock's cuts"
+    )
 
 
 def test_small_gradients_wait_for_their_like():
     """Those of another dtype, and sparse ones, are buckets of their own; large ones that are not cut stay."""
     dtypes = [F32, F32, F64, F32, F32, F64, F32, F32]
     assert mixed_sizes({0, 3, 4, 7}, dtypes, company=0) == [[0, 1], [2], [3, 4], [5], [6, 7]]
-    assert mixed_sizes({0, 3, 4, 7}, dtypes, company=sys.maxsize) == [[0], [3, 4], [2, 5], [1, 6, 7]]
+    assert mixed_sizes({0, 3, 4, 7}, dtypes, company=sys.maxsize) == [
+        [0],
+        [3, 4],
+        [2, 5],
+        [1, 6, 7],
+    ]
     sparse = [i == 1 for i in range(8)]
     found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize, sparse=sparse)
     assert found == [[0, 2], [1], [4], [6], [3, 5, 7]]
     with mock.patch.object(bucket_assignment, "SMALL_NUMEL", 10):
-        assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+            [6, 7],
+        ]

@@ -26,11 +26,15 @@ class Owner:
         self.params = params or [nn.Parameter(torch.zeros(2)) for _ in range(count)]
         self.complete: list[int] = []
         names = [f"p{i}" for i in range(count)]
-        self.readiness = GradReadiness(self.params, [[i] for i in range(len(self.params))], names=names)
+        self.readiness = GradReadiness(
+            self.params, [[i] for i in range(len(self.params))], names=names
+        )
         register_reducer(self.params, self)
 
     def begin(self, counts: list[int] | None = None) -> None:
-        facts = PlanFacts(has_order=True, is_static=counts is not None, has_learned=counts is not None)
+        facts = PlanFacts(
+            has_order=True, is_static=counts is not None, has_learned=counts is not None
+        )
         self.readiness.begin(plan_backward(facts, False), counts or ())
 
     def fire(self, index: int, *, adds: bool = True, key: str = HOOK) -> None:
@@ -88,7 +92,9 @@ def test_a_declared_parameter_may_get_nothing_more_from_autograd_once_it_is_comp
     owner = opened()
     expect_gradients(owner.params[0], 1)
     mark_gradient(owner.params[0], "chunk 0")
-    owner.fire(0, adds=False)  # the chunked function returns None for the weight, and the hook still fires
+    owner.fire(
+        0, adds=False
+    )  # the chunked function returns None for the weight, and the hook still fires
     with pytest.raises(SurplusGradientError, match=r"'p0'.*autograd hook.*weights nowhere else"):
         owner.fire(0)
 

@@ -13,7 +13,11 @@ from torch import nn
 from ovpatch.overlap.autograd import accumulate_deferred
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides, has_same_layout
-from ovpatch.overlap.tensors.tensor_memory import count_sole_references, count_storage_references, is_dense
+from ovpatch.overlap.tensors.tensor_memory import (
+    count_sole_references,
+    count_storage_references,
+    is_dense,
+)
 from tests.overlap.gradients import ALONE, address, params
 
 SHAPE = (30, 40)
@@ -84,7 +88,10 @@ class Packer:
 
     def where(self) -> list[bool]:
         """Tell which gradients were packed in place, and check what they were."""
-        return [address(piece) == address(p.grad) for piece, p in zip(self.pieces, self.params, strict=True)]
+        return [
+            address(piece) == address(p.grad)
+            for piece, p in zip(self.pieces, self.params, strict=True)
+        ]
 
 
 def run_backward(given: list[nn.Parameter]) -> None:
@@ -168,7 +175,9 @@ def test_products_come_one_after_the_other_in_order_and_free_what_they_keep():
         return [tensor * 2]
 
     for name, param in (("first", first), ("second", second)):
-        param.register_post_accumulate_grad_hook(lambda _, name=name: order.append(f"{name} has it"))
+        param.register_post_accumulate_grad_hook(
+            lambda _, name=name: order.append(f"{name} has it")
+        )
     due = [
         ([first], functools.partial(compute, "first", kept.pop(0))),
         ([second], functools.partial(compute, "second", kept.pop(0))),

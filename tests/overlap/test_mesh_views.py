@@ -18,7 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel import ddp as over_meshes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.overlap.tensors.pending_param import find_dtensor, is_pending, mark_lost, mark_pending, mark_ready
+from ovpatch.overlap.tensors.pending_param import (
+    find_dtensor,
+    is_pending,
+    mark_lost,
+    mark_pending,
+    mark_ready,
+)
 from ovpatch.overlap.tensors.read_hooks import wrap_unflatten
 from ovpatch.patching import PatchManager
 from tests.overlap.stale import Stale, entrances
@@ -117,7 +123,9 @@ def read() -> dict[str, Any]:
     found = {}
     with noted():
         linear, weight, view = trained()
-        x = DTensor.from_local(torch.randn(2, SIZE), view.device_mesh, [Replicate()], run_check=False)
+        x = DTensor.from_local(
+            torch.randn(2, SIZE), view.device_mesh, [Replicate()], run_check=False
+        )
         for name, reader in READERS.items():
             true = plain(reader(view, x))
             let_go(weight)
@@ -130,11 +138,19 @@ def read() -> dict[str, Any]:
         let_go(weight)
         stale = Stale([weight]).mark()
         weight.sum()
-        found["the parameter itself"] = (weight.sum().detach(), view.to_local().sum().detach(), stale.settled)
+        found["the parameter itself"] = (
+            weight.sum().detach(),
+            view.to_local().sum().detach(),
+            stale.settled,
+        )
         let_go(weight)
         stale = Stale([weight]).mark()
         true = linear.weight._local_tensor.clone()
-        found["a module's call"] = (F.linear(torch.ones(2, SIZE), true), linear(torch.ones(2, SIZE)), stale.settled)
+        found["a module's call"] = (
+            F.linear(torch.ones(2, SIZE), true),
+            linear(torch.ones(2, SIZE)),
+            stale.settled,
+        )
     return found
 
 
@@ -149,7 +165,14 @@ def asked() -> list[Any]:
     with noted():
         _, weight, view = trained()
         stale = Stale([weight]).mark()
-        form = [view.shape, view.dtype, view.placements, view.device_mesh.size(), view.requires_grad, view.is_leaf]
+        form = [
+            view.shape,
+            view.dtype,
+            view.placements,
+            view.device_mesh.size(),
+            view.requires_grad,
+            view.is_leaf,
+        ]
         return [
             *form,
             isinstance(view, DTensor),
@@ -172,7 +195,12 @@ def refused() -> list[str]:
     with noted():
         linear, weight, view = trained()
         reasons = []
-        for hold in (view.detach, view.to_local, lambda: linear(torch.ones(2, SIZE, requires_grad=True)), lambda: 0):
+        for hold in (
+            view.detach,
+            view.to_local,
+            lambda: linear(torch.ones(2, SIZE, requires_grad=True)),
+            lambda: 0,
+        ):
             held = hold()
             reasons.append(mark_pending([weight], nothing, owners=3))
             del held
@@ -230,5 +258,8 @@ def lost() -> list[str]:
 def test_values_that_did_not_come_are_an_error_for_its_readers(ranks):
     for local, summed, gone, unmarked in ranks(2)(lost):
         assert local == summed == "the peer is gone"
-        assert gone == "ovpatch: the values of this parameter did not arrive after optimizer.step(): time-out"
+        assert (
+            gone
+            == "ovpatch: the values of this parameter did not arrive after optimizer.step(): time-out"
+        )
         assert unmarked == "no error"

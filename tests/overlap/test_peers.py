@@ -60,16 +60,31 @@ def samples(rank: int) -> list[torch.Tensor]:
     found = []
     for dtype in DTYPES:
         memory = torch.arange(rank, rank + 24 * dtype.itemsize, dtype=torch.uint8)
-        full = (memory % 2).bool()[:24].reshape(2, 3, 4) if dtype == torch.bool else memory.view(dtype).reshape(2, 3, 4)
+        full = (
+            (memory % 2).bool()[:24].reshape(2, 3, 4)
+            if dtype == torch.bool
+            else memory.view(dtype).reshape(2, 3, 4)
+        )
         found += [full, full[0, 0, 0], full[:0]]
     turned = torch.arange(12.0).reshape(3, 4).t()
-    return [*found, turned, turned[::2], torch.tensor([1 + 2j]).conj(), torch.nn.Parameter(torch.ones(3))]
+    return [
+        *found,
+        turned,
+        turned[::2],
+        torch.tensor([1 + 2j]).conj(),
+        torch.nn.Parameter(torch.ones(3)),
+    ]
 
 
 def all_kinds() -> None:
     peers = meeting()
-    peers.register("samples", lambda question: ({"got": question, "rank": dist.get_rank()}, samples(dist.get_rank())))
-    for rank, (header, tensors) in peers.call("samples", {"names": ["a", "ä"], "none": None}).items():
+    peers.register(
+        "samples",
+        lambda question: ({"got": question, "rank": dist.get_rank()}, samples(dist.get_rank())),
+    )
+    for rank, (header, tensors) in peers.call(
+        "samples", {"names": ["a", "ä"], "none": None}
+    ).items():
         assert header == {"got": {"names": ["a", "ä"], "none": None}, "rank": rank}
         expected = samples(rank)
         assert [(t.dtype, t.shape) for t in tensors] == [(t.dtype, t.shape) for t in expected]
@@ -121,7 +136,10 @@ def test_ranks_are_asked_at_the_same_time(ranks):
 
 def asking_during_collectives() -> None:
     peers = meeting()
-    peers.register("double", lambda question: ({"double": 2 * question["x"]}, [torch.full((1000,), question["x"])]))
+    peers.register(
+        "double",
+        lambda question: ({"double": 2 * question["x"]}, [torch.full((1000,), question["x"])]),
+    )
     wrong: list[object] = []
     asked: list[int] = []
 
@@ -186,7 +204,9 @@ def blocked() -> None:
     peers.register("wait", wait)
     peers.register("open", open_gate)
     results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(peers.call("wait", {}))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: results.append(peers.call("wait", {}))) for _ in range(8)
+    ]
     if dist.get_rank() == 0:
         for thread in threads:
             thread.start()
@@ -343,7 +363,10 @@ def ended() -> str:
 
 def test_of_a_rank_that_has_ended_the_remedy_is_its_own_error(ranks):
     text = ranks(2)(ended)[0]
-    assert "rank 1 has exited. Look for the first error in the output of the rank that has exited" in text, text
+    assert (
+        "rank 1 has exited. Look for the first error in the output of the rank that has exited"
+        in text
+    ), text
     assert "timeout" not in text
 
 
@@ -365,7 +388,9 @@ def test_ranks_and_questions_are_checked(ranks):
 
 
 def threads_of_ours() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ovpatch-peers-"))
+    return sorted(
+        thread.name for thread in threading.enumerate() if thread.name.startswith("ovpatch-peers-")
+    )
 
 
 def after_destruction() -> None:
@@ -386,7 +411,10 @@ def after_destruction() -> None:
         del held
     PeerRpc.for_group(group())
     deadline = time.monotonic() + 60
-    while len({name.rpartition("-")[2] for name in threads_of_ours()}) > 1 or len(threads_of_ours()) > 4:
+    while (
+        len({name.rpartition("-")[2] for name in threads_of_ours()}) > 1
+        or len(threads_of_ours()) > 4
+    ):
         assert time.monotonic() < deadline, threads_of_ours()
         time.sleep(0.01)
     dist.barrier()

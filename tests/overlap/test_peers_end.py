@@ -42,7 +42,8 @@ def test_so_it_does_before_the_group_is_destroyed(ends):
 
 # Limits are far below the five minutes that a rank waits for one that is alive, and far above what it takes.
 @pytest.mark.parametrize(
-    ("case", "codes"), [("one_raises", [0, 1, 0]), ("one_is_killed", [0, -9, 0]), ("first_is_gone", [0, 0, 0])]
+    ("case", "codes"),
+    [("one_raises", [0, 1, 0]), ("one_is_killed", [0, -9, 0]), ("first_is_gone", [0, 0, 0])],
 )
 def test_nobody_waits_for_the_dead(ends, case, codes):
     assert [code for code, _ in ends[case]] == codes

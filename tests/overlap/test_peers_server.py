@@ -96,7 +96,9 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
     late = [(rank, server.endpoint) for rank, server in enumerate(servers) if rank % 3 == 0]
     timer = threading.Timer(0.1, lambda: [directory.publish(*server) for server in late])
     question = {"topic": "echo", "arguments": {"a": 1}}
-    inquiry = Request(directory, range(count), question, time.monotonic() + 20, max_connections=at_once)
+    inquiry = Request(
+        directory, range(count), question, time.monotonic() + 20, max_connections=at_once
+    )
     timer.start()
     inquiry.run()
     assert sorted(inquiry.replies) == list(range(count))
@@ -212,12 +214,17 @@ def test_the_loopback_device_serves_the_same_machine_and_only_that():
 
 def test_a_card_is_plain_text_in_the_store(server, directory):
     directory.publish(1, server.endpoint)
-    assert json.loads(client.group_store(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.endpoint)["port"]
+    assert (
+        json.loads(client.group_store(None).get("ovpatch/peers/2/1"))["port"]
+        == asdict(server.endpoint)["port"]
+    )
     assert directory.look_up(0) is None
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_is():
-    with pytest.raises(TypeError, match=r"sparse_coo tensor of torch\.float32 cannot be sent; send its dense parts"):
+    with pytest.raises(
+        TypeError, match=r"sparse_coo tensor of torch\.float32 cannot be sent; send its dense parts"
+    ):
         pack({}, [torch.eye(2).to_sparse()])
     with pytest.raises(TypeError, match="JSON"):
         pack({"a": {1, 2}})
@@ -270,7 +277,11 @@ def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks):
 
 def test_a_fork_renews_locks_that_another_thread_holds(server):
     """A thread that is not in the child cannot release them there."""
-    held, release, versions = threading.Event(), threading.Event(), SequenceLock(torch.device("cpu"))
+    held, release, versions = (
+        threading.Event(),
+        threading.Event(),
+        SequenceLock(torch.device("cpu")),
+    )
 
     def hold() -> None:
         with lazy_tensor._lock, lifetimes._lock, server._changed, versions._changed:

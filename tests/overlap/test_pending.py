@@ -47,13 +47,28 @@ METADATA = {
     "device": lambda p: (p.device, p.is_cuda, p.is_cpu, p.is_meta, p.get_device()),
     "bytes": lambda p: (p.element_size(), p.itemsize, p.nbytes),
     "layout": lambda p: (p.layout, p.is_sparse, p.is_quantized, p.is_nested),
-    "autograd": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p.grad, p._version, p.retains_grad, p.output_nr),
+    "autograd": lambda p: (
+        p.requires_grad,
+        p.is_leaf,
+        p.grad_fn,
+        p.grad,
+        p._version,
+        p.retains_grad,
+        p.output_nr,
+    ),
     "requires_grad set": lambda p: (setattr(p, "requires_grad", True), p.requires_grad_(True) is p),
     "grad set": lambda p: setattr(p, "grad", torch.zeros(3, 4)),
     "grad deleted": lambda p: delattr(p, "grad"),
-    "hooks": lambda p: (p.register_hook(print).remove(), p.register_post_accumulate_grad_hook(print).remove()),
+    "hooks": lambda p: (
+        p.register_hook(print).remove(),
+        p.register_post_accumulate_grad_hook(print).remove(),
+    ),
     "hash": lambda p: (hash(p) == id(p), p in {p: 1}, p in {p}),
-    "type": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), issubclass(type(p), nn.Parameter)),
+    "type": lambda p: (
+        isinstance(p, nn.Parameter),
+        isinstance(p, torch.Tensor),
+        issubclass(type(p), nn.Parameter),
+    ),
     "attribute": lambda p: (setattr(p, "sequence_parallel", True), p.sequence_parallel),
     "weakref": lambda p: weakref.ref(p)() is p,
     "registered": lambda p: nn.ParameterList([p])[0] is p,
@@ -71,7 +86,9 @@ def test_metadata_does_not_wait(param, name):
     wait_for_param(param)
 
 
-@pytest.mark.parametrize("name", ["shape", "size", "stride", "dtype", "device", "bytes", "layout", "hash", "type"])
+@pytest.mark.parametrize(
+    "name", ["shape", "size", "stride", "dtype", "device", "bytes", "layout", "hash", "type"]
+)
 def test_metadata_is_what_it_was(param, name):
     before = METADATA[name](param)
     holder = Stale([param]).mark()
@@ -248,7 +265,9 @@ class Careless(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return torch._tensor._convert(func(*[torch.Tensor(a) if type(a) is cls else a for a in args]), cls)
+        return torch._tensor._convert(
+            func(*[torch.Tensor(a) if type(a) is cls else a for a in args]), cls
+        )
 
 
 @pytest.mark.parametrize("kind", [Sub, Careless])
@@ -270,7 +289,9 @@ def test_a_module_settles_its_own_and_not_its_childrens():
     wait_for_module(model[0])
     assert not is_pending(model[0].weight)
     assert holder.settled == 0
-    model.forward = model.forward  # as CUDA graphs of callables and others do: the children are not called any more
+    model.forward = (
+        model.forward
+    )  # as CUDA graphs of callables and others do: the children are not called any more
     wait_for_module(model)
     assert holder.settled == 1
 

@@ -20,7 +20,9 @@ X = torch.linspace(-1, 1, 12).view(3, 4)
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+    )
 
 
 def whole(model: nn.Sequential, backend: Any) -> Any:
@@ -86,7 +88,8 @@ def broken(model: nn.Sequential, backend: Any) -> Any:
 
 
 WAYS = [(whole, "aot_eager")] + [
-    (way, "eager") for way in (full_graph, own_calls, in_place, blocks, wrapped_blocks, function, broken)
+    (way, "eager")
+    for way in (full_graph, own_calls, in_place, blocks, wrapped_blocks, function, broken)
 ]
 
 
@@ -104,7 +107,12 @@ def train(way: Callable[..., Any], backend: str, *, pending: bool) -> dict[str, 
             param.data.mul_(0.9)
     wait_for_all()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    return {"losses": losses, "graphs": counter.frame_count, "ops": counter.op_count, "breaks": breaks}
+    return {
+        "losses": losses,
+        "graphs": counter.frame_count,
+        "ops": counter.op_count,
+        "breaks": breaks,
+    }
 
 
 def step(compiled: Any, model: nn.Module) -> list[float]:
@@ -122,7 +130,9 @@ def decay_late(params: list[nn.Parameter]) -> None:
     holder.mark()
 
 
-@pytest.mark.parametrize(("way", "backend"), WAYS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("way", "backend"), WAYS, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_compiled_code_is_stocks(way, backend):
     stock = train(way, backend, pending=False)
     with entrances(), warnings.catch_warnings():
@@ -146,7 +156,10 @@ def test_a_compiled_block_leaves_the_others_pending():
     torch._dynamo.reset()
     model = blocks(network(), "eager")
     with entrances():
-        first, last = Stale(list(model[0].parameters())).mark(), Stale(list(model[4].parameters())).mark()
+        first, last = (
+            Stale(list(model[0].parameters())).mark(),
+            Stale(list(model[4].parameters())).mark(),
+        )
         model[0](X)
         assert (first.settled, last.settled) == (1, 0)
         assert is_pending(model[4].inner.weight)
@@ -178,7 +191,9 @@ def test_a_parameter_that_is_not_the_blocks_own_is_right_though_slow():
 
 
 @pytest.mark.slow
-@torch._inductor.config.patch(compile_threads=1)  # here, and not in processes that import torch before
+@torch._inductor.config.patch(
+    compile_threads=1
+)  # here, and not in processes that import torch before
 def test_inductor_reads_new_values():
     stock = train(whole, "inductor", pending=False)
     with entrances():

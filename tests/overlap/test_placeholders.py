@@ -85,7 +85,9 @@ def test_a_source_takes_its_lock_before_that_of_lazy_tensors_once_per_read():
         def reading(self):
             # Another thread still gets the lock of lazy tensors, so it cannot wait for this one.
             with ThreadPoolExecutor() as pool:
-                pool.submit(lazy_tensor.materialize, [lazy_tensor.make_lazy(torch.empty(1), Ones(), 0)]).result()
+                pool.submit(
+                    lazy_tensor.materialize, [lazy_tensor.make_lazy(torch.empty(1), Ones(), 0)]
+                ).result()
             events.append("locked")
             yield
             events.append("unlocked")

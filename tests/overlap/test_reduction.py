@@ -15,7 +15,11 @@ from ovpatch.overlap.data_parallel.grad_readiness import GradReadiness
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from tests.overlap.gradients import backward, params
 
-LAYOUT = ((4, 5), (2, 3), (0, 1))  # the buckets' indices: gradients come from the last parameter to the first
+LAYOUT = (
+    (4, 5),
+    (2, 3),
+    (0, 1),
+)  # the buckets' indices: gradients come from the last parameter to the first
 
 
 class Setup:
@@ -25,7 +29,9 @@ class Setup:
         group = dist.distributed_c10d._get_default_group()
         self.world, self.rank = group.size(), group.rank()
         self.params = params(*[(i + 2, 3) for i in range(6)])
-        self.buckets: list[Bucket] = [GradBucket(part, [self.params[i] for i in part]) for part in LAYOUT]
+        self.buckets: list[Bucket] = [
+            GradBucket(part, [self.params[i] for i in part]) for part in LAYOUT
+        ]
         self.readiness = GradReadiness(self.params, LAYOUT)
         self.reduction = GradSync(self.buckets, self.readiness, group, feature="test", **options)
         self.launched: list[int] = []

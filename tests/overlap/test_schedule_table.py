@@ -39,8 +39,16 @@ def copied_names(tree: ast.AST) -> Iterator[str]:
 def test_a_new_schedule_needs_no_other_list():
     text = 'a = ("stock", "bulk", "ring")\nb = {"ring": 1, "chunk": 2, "auto": 3}\nc = ("stock", "bulk")\n'
     assert len(list(copied_names(ast.parse(text)))) == 2
-    sources = [path for folder in ("ovpatch", "plugins") for path in (ROOT / folder).rglob("*.py") if path != TABLE]
-    found = {str(path.relative_to(ROOT)): list(copied_names(ast.parse(path.read_text("utf-8")))) for path in sources}
+    sources = [
+        path
+        for folder in ("ovpatch", "plugins")
+        for path in (ROOT / folder).rglob("*.py")
+        if path != TABLE
+    ]
+    found = {
+        str(path.relative_to(ROOT)): list(copied_names(ast.parse(path.read_text("utf-8"))))
+        for path in sources
+    }
     assert {path: texts for path, texts in found.items() if texts} == {}
 
 

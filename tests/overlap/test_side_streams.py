@@ -31,7 +31,9 @@ class Stream(SimpleNamespace):
     """Knows what it has waited for."""
 
     def __init__(self, number: int, device: int = 0) -> None:
-        super().__init__(stream_id=number, device_index=device, device=torch.device("cuda", device), waited=[])
+        super().__init__(
+            stream_id=number, device_index=device, device=torch.device("cuda", device), waited=[]
+        )
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -84,7 +86,12 @@ def cuda(monkeypatch) -> Cuda:
     cuda = Cuda()
     for name in ("current_stream", "default_stream", "is_current_stream_capturing", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: cuda.current_stream().stream_id, raising=False)
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_getCurrentRawStream",
+        lambda _: cuda.current_stream().stream_id,
+        raising=False,
+    )
     streams = SideStreams()
     monkeypatch.setattr(module, "side_streams", streams)
     monkeypatch.setattr("ovpatch_plugins.dist_optimizer.param_all_gather.side_streams", streams)
@@ -123,7 +130,9 @@ def test_launch_and_reader_wait(cuda):
     with cuda.stream(reader):
         launched(step, "a", "b").finish_all_gather()
     assert reader.waited == step.waited == ["a", "b"]
-    assert cuda.default.waited == ["a", "b"], "a thread that has set no stream reads on the default one"
+    assert cuda.default.waited == ["a", "b"], (
+        "a thread that has set no stream reads on the default one"
+    )
 
 
 def test_on_the_default_stream_nobody_else_waits(cuda):
@@ -312,7 +321,14 @@ def read_elsewhere(how: str) -> list[bool]:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    "how", ["behind an event", "in a thread", "host has waited", "stream as a context", "torch.accelerator"]
+    "how",
+    [
+        "behind an event",
+        "in a thread",
+        "host has waited",
+        "stream as a context",
+        "torch.accelerator",
+    ],
 )
 def test_parameters_are_whole_on_every_stream(ranks, how):
     if how == "stream as a context" and not hasattr(torch.Stream, "__enter__"):

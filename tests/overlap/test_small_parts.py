@@ -14,7 +14,10 @@ def test_labels_show_in_the_profile_and_cost_nothing_without_one():
     text = profiler_label("ddp", "all_reduce", "bucket 3")
     assert text == "ovpatch::ddp::all_reduce (bucket 3)"
     assert profiler_label("ddp", "recover") == "ovpatch::ddp::recover"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, profiler_span(text):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        profiler_span(text),
+    ):
         torch.zeros(1)
     assert text in {event.name for event in profile.events()}
     assert profiler_span(text) is profiler_span(text)
@@ -23,7 +26,9 @@ def test_labels_show_in_the_profile_and_cost_nothing_without_one():
 def test_producers_do_nothing_without_streams():
     producers = ProducerStreams()
     producers.wait_for_producers(torch.device("cpu"), [torch.zeros(1)])
-    producers.wait_for_producers(torch.device("cuda", 0), [torch.zeros(1)])  # from which no gradient came
+    producers.wait_for_producers(
+        torch.device("cuda", 0), [torch.zeros(1)]
+    )  # from which no gradient came
     producers.clear()
 
 
@@ -50,7 +55,9 @@ class Read:
 def test_the_current_stream_waits_for_each_other_producer_once(monkeypatch):
     streams = {number: Stream(number) for number in range(4)}
     current = [0]
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
     producers, read = ProducerStreams(), Read()
     for current[0] in (1, 2, 1, 3, 2):
@@ -82,7 +89,9 @@ def raise_flags(failing: list[int], failed_steps: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("failing", [[], [1], [0, 2], [0, 1, 2]])
 def test_failures_are_told_to_the_ranks_that_did_not_fail(ranks, failing, failed_steps):
     for rank, found in enumerate(ranks(3)(raise_flags, failing, failed_steps)):
-        assert found == ([[step] for step in failed_steps] if failing and rank not in failing else [])
+        assert found == (
+            [[step] for step in failed_steps] if failing and rank not in failing else []
+        )
 
 
 def raise_flags_now_and_then(failing: int, failed: list[int]) -> list[list[int]]:

@@ -78,7 +78,9 @@ def summed(lacking: int | None, dense: bool) -> torch.Tensor:
     return made.weight.grad.to_dense()
 
 
-@pytest.mark.parametrize(("lacking", "dense"), [(None, False), (0, False), (2, False), (0, True), (2, True)], ids=str)
+@pytest.mark.parametrize(
+    ("lacking", "dense"), [(None, False), (0, False), (2, False), (0, True), (2, True)], ids=str
+)
 def test_ranks_with_other_rows_or_none_or_a_dense_gradient_get_the_average(ranks, lacking, dense):
     expected = torch.zeros(6, 3)
     for rank, looked_up in enumerate(ROWS):

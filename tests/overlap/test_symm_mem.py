@@ -45,7 +45,10 @@ def test_all_ranks_hear_the_same_reasons(ranks):
     assert on_cpu == "tensors are on cpu, not on CUDA devices (rank 0, 1)"
     assert cold == "it has a cold (rank 1)"
     assert none == ""
-    assert often == "it has shared memory another number of times than rank 0, in other groups (rank 1)"
+    assert (
+        often
+        == "it has shared memory another number of times than rank 0, in other groups (rank 1)"
+    )
     assert folders == "it runs in another container than rank 0, or with another TMPDIR (rank 1)"
     assert hosts == "it runs on another host than rank 0 (rank 1)"
     assert many == "2 ranks, and kernels are made for 1 at most"
@@ -160,7 +163,10 @@ def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):
     before = ranks(2)(rendezvous_so_far)
     assert ranks(2)(allocations, {}) == [(["empty", "prepared"], "")] * 2
     assert ranks(2)(rendezvous_so_far) == [count + 1 for count in before]
-    assert ranks(2)(allocations, {1: 1}) == [(["empty", "prepared"], ""), (["empty", "cache", "empty", "prepared"], "")]
+    assert ranks(2)(allocations, {1: 1}) == [
+        (["empty", "prepared"], ""),
+        (["empty", "cache", "empty", "prepared"], ""),
+    ]
     (first, why), (second, also) = ranks(2)(allocations, {1: 2})
     assert (first, second) == (["empty", "prepared"], ["empty", "cache", "empty"])
     assert why == also == "1 MiB of symmetric memory: CUDA driver error: out of memory (rank 1)"
@@ -190,7 +196,9 @@ def on(monkeypatch):
     monkeypatch.setattr(order, "_last", {})
     monkeypatch.setattr(order, "_is_capturing", lambda stream: stream.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[-1].handle, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: current[-1].handle, raising=False
+    )
 
     def take(stream: Stream) -> list[Stream]:
         current.append(stream)

@@ -32,7 +32,9 @@ SIZES = [[3, 5, 1], [300, 200], [3, 300, 5, 200], [300, 3]]
 
 def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + size)
-    return torch.randint(-8, 8, (size,), generator=generator).to(dtype)  # sums are exact in any order
+    return torch.randint(-8, 8, (size,), generator=generator).to(
+        dtype
+    )  # sums are exact in any order
 
 
 def finish(works: Any) -> list[type]:
@@ -47,7 +49,11 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
     wholes = [size * world for size in sizes]
     found = []
     with mock.patch.object(collectives, "_LARGE_BYTES", 200 * world * dtype.itemsize):
-        all_reduce, scatter, gather = AllReduce(group(), CPU), ReduceScatter(group(), CPU), AllGather(group(), CPU)
+        all_reduce, scatter, gather = (
+            AllReduce(group(), CPU),
+            ReduceScatter(group(), CPU),
+            AllGather(group(), CPU),
+        )
         for _ in range(3):
             summed = [drawn(rank, size, dtype) for size in wholes]
             parts = [torch.empty(size, dtype=dtype) for size in sizes]
@@ -67,7 +73,9 @@ def test_what_everybody_gets(ranks, world):
             check_of_everybody(results, rank, world, *call)
 
 
-def check_of_everybody(results: list[dict[str, Any]], rank: int, world: int, sizes: list[int], dtype: Any) -> None:
+def check_of_everybody(
+    results: list[dict[str, Any]], rank: int, world: int, sizes: list[int], dtype: Any
+) -> None:
     sums = [sum(drawn(rank, size * world, dtype) for rank in range(world)) for size in sizes]
     wholes = [torch.cat([drawn(rank, size, dtype) for rank in range(world)]) for size in sizes]
     small = sum(size < 200 for size in sizes)
@@ -76,7 +84,10 @@ def check_of_everybody(results: list[dict[str, Any]], rank: int, world: int, siz
         for whole, part, total in zip(result["summed"], result["parts"], sums, strict=True):
             assert torch.equal(whole, total), (sizes, dtype)
             assert torch.equal(part, total.chunk(world)[rank]), (sizes, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(result["gathered"], wholes, strict=True)), (sizes, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(result["gathered"], wholes, strict=True)), (
+            sizes,
+            dtype,
+        )
         assert (through_one in result["kinds"]) == (through_one is not None)
         assert len(result["kinds"]) == len(sizes) - (small - 1 if small > 1 else 0)
 
@@ -162,4 +173,6 @@ def test_to_sort_tensors_by_size_costs_in_proportion_to_their_number():
         assert (len(alone), len(small)) == (0, count)
         return min(taken)
 
-    assert seconds(20_000) < 40 * seconds(2_000), "ten times as many took some hundred times as long"
+    assert seconds(20_000) < 40 * seconds(2_000), (
+        "ten times as many took some hundred times as long"
+    )

@@ -57,7 +57,9 @@ def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
     later.start()
     assert versions.read_version(3, tensor.tolist, 30.0) == [3.0, 3.0, 3.0]
     later.join()
-    with pytest.raises(TornReadError, match=r"version 4 was not made within 0\.01 s\. The newest version is 3"):
+    with pytest.raises(
+        TornReadError, match=r"version 4 was not made within 0\.01 s\. The newest version is 3"
+    ):
         versions.read_version(4, tensor.tolist, 0.01)
 
 
@@ -69,7 +71,10 @@ def test_a_copy_to_the_host_waits_for_none_of_the_streams_that_others_use(priori
     tensor = torch.arange(1000.0, device=device)
     torch.cuda._sleep(1)  # loads its kernel
     torch.cuda.synchronize()
-    staging, streams = PinnedStaging(device), [torch.cuda.Stream(device, priority=priority) for _ in range(33)]
+    staging, streams = (
+        PinnedStaging(device),
+        [torch.cuda.Stream(device, priority=priority) for _ in range(33)],
+    )
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(2_000_000_000)  # about a second

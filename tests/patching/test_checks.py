@@ -59,7 +59,9 @@ def test_wrapper_can_be_put_between_two_others(pm: PatchManager, make: MakeModul
     assert [status.calls for status in pm.statuses()] == [7, 4, 6]
 
 
-def test_inner_patch_that_is_never_reached_counts_no_calls(pm: PatchManager, make: MakeModule) -> None:
+def test_inner_patch_that_is_never_reached_counts_no_calls(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     pm.register_patch(f"{m.__name__}.f", wrap=tag("inner"))
     pm.register_patch(f"{m.__name__}.f", wrap=lambda original: lambda: "short cut", order=1)
@@ -71,7 +73,9 @@ def test_inner_patch_that_is_never_reached_counts_no_calls(pm: PatchManager, mak
 # Conflicts
 
 
-def test_second_replacement_is_a_conflict_and_changes_nothing(pm: PatchManager, make: MakeModule) -> None:
+def test_second_replacement_is_a_conflict_and_changes_nothing(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("class C:\n    def f(self): return 'f'")
     patch(pm, m, "C.f", lambda self: "one", feature="one")
     before = snapshot(m.C)
@@ -85,8 +89,12 @@ def test_second_replacement_is_a_conflict_and_changes_nothing(pm: PatchManager, 
     assert m.C().f() == "two"
 
 
-@pytest.mark.parametrize(("name", "path"), [("home", "home.C.f"), ("C", "C.f")], ids=["module", "class"])
-def test_alias_is_seen_as_the_same_target(pm: PatchManager, make: MakeModule, name: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "path"), [("home", "home.C.f"), ("C", "C.f")], ids=["module", "class"]
+)
+def test_alias_is_seen_as_the_same_target(
+    pm: PatchManager, make: MakeModule, name: str, path: str
+) -> None:
     home = make("class C:\n    def f(self): return 'f'")
     facade = make(**{name: home if name == "home" else home.C})
     pm.register_patch(f"{home.__name__}.C.f", lambda self: "one", feature="one")
@@ -211,8 +219,14 @@ def original(self: object, a: int, b: int = 1, *, c: int, d: int = 2) -> None: .
         (lambda self, a, b=1, c=1, d=2: None, "'c' is positional or keyword"),
         (lambda self, b=1, a=2, *, c, d=2: None, "default"),
         # A "/" applies to all parameters before it, so the first one is reported.
-        (lambda self, a, /, b=1, *, c, d=2: None, "'self' is positional-only and was positional or keyword"),
-        (lambda self, /, *args, **kwargs: None, "'self' is positional-only and was positional or keyword"),
+        (
+            lambda self, a, /, b=1, *, c, d=2: None,
+            "'self' is positional-only and was positional or keyword",
+        ),
+        (
+            lambda self, /, *args, **kwargs: None,
+            "'self' is positional-only and was positional or keyword",
+        ),
         # A call with self= would fail.
         (lambda *args: None, "'self' of the original is missing"),
         (lambda self, a, **kwargs: None, "'b' of the original is missing"),
@@ -232,12 +246,19 @@ def test_a_later_parameter_must_stay_callable_by_keyword() -> None:
     assert found == "parameter 'a' is positional-only and was positional or keyword"
 
 
-def test_refusal_names_target_plugin_and_both_signatures(pm: PatchManager, make: MakeModule) -> None:
+def test_refusal_names_target_plugin_and_both_signatures(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("class C:\n    def f(self, a=1): return 'f'")
-    pm.register_patch(f"{m.__name__}.C.f", wrap=lambda original: lambda this, a=1: "new", feature="shouting")
+    pm.register_patch(
+        f"{m.__name__}.C.f", wrap=lambda original: lambda this, a=1: "new", feature="shouting"
+    )
     with pytest.raises(IncompatiblePatchError, match="'self' is called 'this'") as caught:
         pm.apply()
-    assert all(text in str(caught.value) for text in (f"{m.__name__}.C.f", "shouting", "(self, a=1)", "(this, a=1)"))
+    assert all(
+        text in str(caught.value)
+        for text in (f"{m.__name__}.C.f", "shouting", "(self, a=1)", "(this, a=1)")
+    )
     assert m.C().f() == "f"
 
 
@@ -270,7 +291,9 @@ def test_signature_of_functions_that_have_none_is_not_compared() -> None:
     assert compare_signatures(lambda a, b: None, lambda b, a: None) is not None
 
 
-def test_optional_patch_with_another_signature_is_left_out(pm: PatchManager, make: MakeModule) -> None:
+def test_optional_patch_with_another_signature_is_left_out(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(x): return 'f'")
     pm.register_patch(f"{m.__name__}.f", lambda y: "new", optional=True)
     pm.register_patch(f"{m.__name__}.f", wrap=lambda original: lambda z: "new", optional=True)
@@ -281,10 +304,15 @@ def test_optional_patch_with_another_signature_is_left_out(pm: PatchManager, mak
     assert m.f(1) == "w(f)"
 
 
-def test_installed_function_shows_the_original_signature(pm: PatchManager, make: MakeModule) -> None:
+def test_installed_function_shows_the_original_signature(
+    pm: PatchManager, make: MakeModule
+) -> None:
     import inspect
 
-    m = make("class C:\n    def f(self, a: int, *, b: str = 'b') -> str:\n        'doc'\n        return a")
+    m = make(
+        "class C:\n    def f(self, a: int, *, b: str = 'b') -> str:\n        'doc'\n        return "
+        "a"
+    )
     stock = inspect.signature(m.C.f)
     patch(pm, m, "C.f", wrap=lambda original: lambda *args, **kwargs: "w")
     assert inspect.signature(m.C.f) == stock
@@ -325,7 +353,12 @@ def test_wrap_that_returns_nothing_is_told(pm: PatchManager, make: MakeModule) -
     ],
 )
 def test_version_range(
-    pm: PatchManager, make: MakeModule, monkeypatch: pytest.MonkeyPatch, version: str, wanted: str, fits: bool
+    pm: PatchManager,
+    make: MakeModule,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    wanted: str,
+    fits: bool,
 ) -> None:
     torch = types.ModuleType("torch")
     torch.__version__ = version  # type: ignore[attr-defined]
@@ -350,7 +383,9 @@ def test_version_is_read_without_importing_torch(monkeypatch: pytest.MonkeyPatch
     assert "torch" not in sys.modules
 
 
-def test_replacement_is_checked_before_anything_is_called(pm: PatchManager, make: MakeModule) -> None:
+def test_replacement_is_checked_before_anything_is_called(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(x): return 'f'\ndef g(): return 'g'")
     called: list[object] = []
     pm.register_patch(f"{m.__name__}.g", wrap=lambda original: called.append(original) or original)  # type: ignore

@@ -67,7 +67,9 @@ class C:
 """
 
 
-def test_a_warning_names_the_line_of_the_caller_through_every_wrapper(pm: PatchManager, make: MakeModule) -> None:
+def test_a_warning_names_the_line_of_the_caller_through_every_wrapper(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make(WARNS)
     stock = _lines_that_warn(m)
     for name in ("inner", "outer"):
@@ -105,7 +107,9 @@ def _lines_that_warn(m: Any) -> list[tuple[str, int]]:
 
 
 @pytest.mark.filterwarnings("ignore:deprecated")
-def test_a_traceback_through_hidden_frames_shows_their_lines(pm: PatchManager, make: MakeModule) -> None:
+def test_a_traceback_through_hidden_frames_shows_their_lines(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make(WARNS)
     patch(pm, m, "f", wrap=tag("w"))
     with pytest.raises(ValueError, match="no") as caught:
@@ -115,8 +119,15 @@ def test_a_traceback_through_hidden_frames_shows_their_lines(pm: PatchManager, m
     assert 'return f"{name}({original(*args, **kwargs)})"' in text
 
 
-def test_module_with_a_missing_dependency_is_not_taken_for_missing(pm: PatchManager, package: WritePackage) -> None:
-    package({"needy/__init__.py": "", "needy/inner.py": "import a_dependency_that_is_missing\ndef f(): return 'f'"})
+def test_module_with_a_missing_dependency_is_not_taken_for_missing(
+    pm: PatchManager, package: WritePackage
+) -> None:
+    package(
+        {
+            "needy/__init__.py": "",
+            "needy/inner.py": "import a_dependency_that_is_missing\ndef f(): return 'f'",
+        }
+    )
     pm.register_patch("needy.inner.f", wrap=tag("w"))
     pm.apply()
     with pytest.raises(ModuleNotFoundError) as caught:
@@ -161,14 +172,18 @@ def test_author_keeps_the_original(pm: PatchManager, make: MakeModule) -> None:
 
 def test_author_who_joins_later_gets_the_original_back(pm: PatchManager, make: MakeModule) -> None:
     home = make("def f(): return 'f'")
-    author = make(f"from {home.__name__} import f\ndef new_f(): return 'new ' + f()", "single_author")
+    author = make(
+        f"from {home.__name__} import f\ndef new_f(): return 'new ' + f()", "single_author"
+    )
     patch(pm, home, "f", wrap=tag("w"), feature="first")
     assert author.f() == "w(f)"
     patch(pm, home, "f", author.new_f, feature="second")
     assert home.f() == "w(new f)"
 
 
-def test_failure_in_the_middle_leaves_nothing_and_can_be_retried(pm: PatchManager, make: MakeModule) -> None:
+def test_failure_in_the_middle_leaves_nothing_and_can_be_retried(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'\ndef g(): return 'g'\nclass C:\n    def h(self): return 'h'")
     user = make(also=m.f)
     owners = (m, m.C, user)
@@ -224,7 +239,9 @@ def test_conflict_names_both_authors_paths_and_remedies(pm: PatchManager, make: 
     assert home.f() == "f"
 
 
-def test_wrapper_shared_by_two_features_goes_with_each_alone(pm: PatchManager, make: MakeModule) -> None:
+def test_wrapper_shared_by_two_features_goes_with_each_alone(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     shared = tag("w")
     for name in ("a", "b"):
@@ -239,7 +256,13 @@ def test_wrapper_shared_by_two_features_goes_with_each_alone(pm: PatchManager, m
 def test_report_says_what_is_active_where_and_why_not(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
     user = make(alias=m.f)
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"), feature="a", why="callers look it up here", expires="never")
+    pm.register_patch(
+        f"{m.__name__}.f",
+        wrap=tag("w"),
+        feature="a",
+        why="callers look it up here",
+        expires="never",
+    )
     pm.register_patch(f"{m.__name__}.gone", wrap=tag("w"), feature="b", optional=True)
     pm.apply()
     applied, skipped = pm.statuses()

@@ -27,7 +27,9 @@ def test_apply_imports_nothing_of_the_target(pm: PatchManager, package: WritePac
     assert (states(pm), "heavy.part" in sys.modules) == (["pending"], False)
 
 
-def test_references_inside_the_importing_package_are_patched(pm: PatchManager, package: WritePackage) -> None:
+def test_references_inside_the_importing_package_are_patched(
+    pm: PatchManager, package: WritePackage
+) -> None:
     package(
         {
             "early/__init__.py": "from early.inner import f as renamed\nfrom early.other import call",
@@ -41,7 +43,9 @@ def test_references_inside_the_importing_package_are_patched(pm: PatchManager, p
     assert (early.renamed(), early.call()) == ("w(f)", "w(f)")
 
 
-def test_target_that_turns_out_missing_fails_quietly(pm: PatchManager, package: WritePackage) -> None:
+def test_target_that_turns_out_missing_fails_quietly(
+    pm: PatchManager, package: WritePackage
+) -> None:
     package({"moved.py": "def elsewhere(): pass", "other_late.py": "def f(): return 'f'"})
     pm.register_patch("moved.f", wrap=tag("w"), feature="a")
     pm.register_patch("moved.g", wrap=tag("w"), feature="b", optional=True)
@@ -56,7 +60,12 @@ def test_target_that_turns_out_missing_fails_quietly(pm: PatchManager, package: 
 
 
 def test_failing_wrap_never_breaks_the_import(pm: PatchManager, package: WritePackage) -> None:
-    package({"imported.py": "def f(): return 'f'\ndef g(): return 'g'", "second.py": "def f(): return 'f'"})
+    package(
+        {
+            "imported.py": "def f(): return 'f'\ndef g(): return 'g'",
+            "second.py": "def f(): return 'f'",
+        }
+    )
 
     def broken(original: object) -> object:
         import a_dependency_of_the_plugin  # type: ignore[import-not-found]  # noqa: F401
@@ -76,7 +85,9 @@ def test_failing_wrap_never_breaks_the_import(pm: PatchManager, package: WritePa
     assert "left out because" in pm.statuses()[1].reason
 
 
-def test_listener_that_raises_stops_neither_the_import_nor_the_others(package: WritePackage) -> None:
+def test_listener_that_raises_stops_neither_the_import_nor_the_others(
+    package: WritePackage,
+) -> None:
     package({"listened.py": ""})
     heard: list[str] = []
     target.call_after_import("listened", lambda name: heard.append(str(int("not a number"))))
@@ -122,7 +133,9 @@ def test_revert_before_the_import_cancels_it(pm: PatchManager, package: WritePac
     assert importlib.import_module("cancelled").f() == "w(f)"
 
 
-def test_module_is_watched_once_however_often_apply_is_called(pm: PatchManager, package: WritePackage) -> None:
+def test_module_is_watched_once_however_often_apply_is_called(
+    pm: PatchManager, package: WritePackage
+) -> None:
     import wrapt.importer  # type: ignore[import-untyped]
 
     package({"watched.py": "def f(): return 'f'"})
@@ -131,7 +144,9 @@ def test_module_is_watched_once_however_often_apply_is_called(pm: PatchManager, 
         pm.apply()
     pm.revert()
     pm.apply()
-    assert len(wrapt.importer._post_import_hooks["watched"]) == len(target._listeners["watched"]) == 1
+    assert (
+        len(wrapt.importer._post_import_hooks["watched"]) == len(target._listeners["watched"]) == 1
+    )
     assert importlib.import_module("watched").f() == "w(f)"
 
 
@@ -144,7 +159,9 @@ def test_revert_also_cancels_what_was_skipped(pm: PatchManager, package: WritePa
     assert states(pm) == ["skipped"]
 
 
-def test_skipped_package_that_appears_later_is_patched(pm: PatchManager, package: WritePackage) -> None:
+def test_skipped_package_that_appears_later_is_patched(
+    pm: PatchManager, package: WritePackage
+) -> None:
     pm.register_patch("appears_later.f", wrap=tag("w"), optional=True)
     pm.apply()
     assert states(pm) == ["skipped"]
@@ -186,7 +203,9 @@ def test_forgotten_manager_does_not_patch(package: WritePackage) -> None:
     assert importlib.import_module("orphaned").f() == "f"
 
 
-def test_import_in_a_wrap_function_cannot_deadlock_with_another_apply(pm: PatchManager, package: WritePackage) -> None:
+def test_import_in_a_wrap_function_cannot_deadlock_with_another_apply(
+    pm: PatchManager, package: WritePackage
+) -> None:
     package(
         {
             "slow_import.py": """

@@ -27,7 +27,9 @@ class Below(Store):
 
 @pytest.mark.parametrize("cls", [Store, Below])
 def test_classes_below_those_of_pybind11(pm: PatchManager, cls: Any) -> None:
-    assert isinstance(vars(type(cls)).get("__setattr__"), type(type.__setattr__)), "the metaclass has its own, in C"
+    assert isinstance(vars(type(cls)).get("__setattr__"), type(type.__setattr__)), (
+        "the metaclass has its own, in C"
+    )
     before = dict(vars(cls))
     pm.register_patch(f"{__name__}.{cls.__name__}.add", wrap=plus(100), feature="a", why="test")
     pm.apply("a")

@@ -36,7 +36,9 @@ class Tree:
             lines.append("    pass")
             lines += [line for kind in attributes for line in _attribute(index, kind)]
         lines += [
-            f"C{outer}.C{index} = C{index}" for index, (_, outer, _) in enumerate(self.classes) if outer is not None
+            f"C{outer}.C{index} = C{index}"
+            for index, (_, outer, _) in enumerate(self.classes)
+            if outer is not None
         ]
         return "\n".join(lines)
 
@@ -52,11 +54,18 @@ class Tree:
         """Every attribute that can be patched: functions, and kinds of a class that owns or inherits them."""
         functions = [(None, f"f{index}") for index in range(self.functions)]
         owned = range(len(self.classes))
-        return functions + [(one, kind) for one in owned for kind in KINDS if self.definer(one, kind) is not None]
+        return functions + [
+            (one, kind) for one in owned for kind in KINDS if self.definer(one, kind) is not None
+        ]
 
 
 def _attribute(index: int, kind: str) -> list[str]:
-    decorator = {"method": "", "class": "classmethod", "static": "staticmethod", "property": "property"}[kind]
+    decorator = {
+        "method": "",
+        "class": "classmethod",
+        "static": "staticmethod",
+        "property": "property",
+    }[kind]
     argument = {"method": "self", "class": "cls", "static": "", "property": "self"}[kind]
     lines = [f"    @{decorator}"] if decorator else []
     return [*lines, f"    def {kind}_({argument}): return '{index}.{kind}'"]
@@ -71,7 +80,11 @@ def trees(draw: st.DrawFn) -> Tree:
         attributes = draw(st.sets(st.sampled_from(KINDS)))
         classes.append((draw(earlier), draw(earlier), tuple(sorted(attributes))))
     functions = draw(st.integers(1, 3))
-    return Tree(functions, tuple(classes), tuple(draw(st.lists(st.booleans(), min_size=functions, max_size=functions))))
+    return Tree(
+        functions,
+        tuple(classes),
+        tuple(draw(st.lists(st.booleans(), min_size=functions, max_size=functions))),
+    )
 
 
 @contextmanager
@@ -118,7 +131,11 @@ class Model:
         return len(replaced) != len(set(replaced))
 
     def of(self, features: tuple[str, ...]) -> set[int]:
-        return {one for one, (_, feature, *_) in enumerate(self.declared) if not features or feature in features}
+        return {
+            one
+            for one, (_, feature, *_) in enumerate(self.declared)
+            if not features or feature in features
+        }
 
     def expected(self, slot: tuple[int | None, str]) -> str:
         index, name = slot
@@ -133,7 +150,9 @@ class Model:
 
     def _stacked(self, slot: tuple[int | None, str], result: str) -> str:
         here = [one for one in self.active if self.declared[one][0] == slot]
-        for one in sorted(here, key=lambda one: (self.declared[one][2] == "wrap", self.declared[one][3], one)):
+        for one in sorted(
+            here, key=lambda one: (self.declared[one][2] == "wrap", self.declared[one][3], one)
+        ):
             result = f"w{one}({result})" if self.declared[one][2] == "wrap" else f"r{one}"
         return result
 
@@ -171,7 +190,9 @@ def test_random_sequences_agree_with_the_model(tree: Tree, data: st.DataObject) 
 
 
 def step(data: st.DataObject, pm: PatchManager, model: Model) -> None:
-    action = data.draw(st.sampled_from(["register", "register", "apply", "apply", "revert"]), "action")
+    action = data.draw(
+        st.sampled_from(["register", "register", "apply", "apply", "revert"]), "action"
+    )
     if action == "register":
         register(data, pm, model)
         return

@@ -13,7 +13,10 @@ from .tools import only, patch, same, snapshot, tag
 
 def test_from_import_held_before_apply_under_any_name(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
-    same_name, renamed = make(f"from {m.__name__} import f"), make(f"from {m.__name__} import f as g")
+    same_name, renamed = (
+        make(f"from {m.__name__} import f"),
+        make(f"from {m.__name__} import f as g"),
+    )
     before = snapshot(same_name), snapshot(renamed)
     patch(pm, m, "f", wrap=tag("w"))
     assert (same_name.f(), renamed.g()) == ("w(f)", "w(f)")
@@ -33,7 +36,9 @@ def test_reference_taken_after_apply_is_given_back_too(pm: PatchManager, make: M
     assert late.g is stock
 
 
-def test_reference_that_somebody_changed_meanwhile_is_left_alone(pm: PatchManager, make: MakeModule) -> None:
+def test_reference_that_somebody_changed_meanwhile_is_left_alone(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     user = make(g=m.f)
     patch(pm, m, "f", wrap=tag("w"))
@@ -43,7 +48,9 @@ def test_reference_that_somebody_changed_meanwhile_is_left_alone(pm: PatchManage
     assert user.g() == "theirs(f)"
 
 
-def test_only_real_modules_are_looked_at(pm: PatchManager, make: MakeModule, monkeypatch: object) -> None:
+def test_only_real_modules_are_looked_at(
+    pm: PatchManager, make: MakeModule, monkeypatch: object
+) -> None:
     import sys
 
     class Fake:
@@ -81,7 +88,9 @@ def test_held_wrapper_goes_to_the_original_after_revert(pm: PatchManager, make: 
     assert [one() for one in held] == ["f", "g", "f", "f"]
 
 
-def test_explicit_target_in_the_authors_own_package_is_patched(pm: PatchManager, make: MakeModule) -> None:
+def test_explicit_target_in_the_authors_own_package_is_patched(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'\ndef new(): return 'new'")
     patch(pm, m, "f", m.new)
     assert m.f() == "new"

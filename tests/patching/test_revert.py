@@ -16,7 +16,9 @@ from .tools import only, patch, same, snapshot, states, tag
 # Somebody else on top
 
 
-def test_foreign_wrapper_on_a_class_stays_and_ours_lets_through(pm: PatchManager, make: MakeModule) -> None:
+def test_foreign_wrapper_on_a_class_stays_and_ours_lets_through(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("class C:\n    def f(self): return 'f'\n    @classmethod\n    def g(cls): return 'g'")
     for path in ("f", "g"):
         pm.register_patch(f"{m.__name__}.C.{path}", wrap=tag("ours"))
@@ -69,7 +71,9 @@ def _mock(inner: Any) -> Any:
 
 
 @pytest.mark.parametrize("cover", [_closure, _default, _partial, _mock, tag("theirs")])
-def test_foreign_wrapper_of_any_make_is_recognised(pm: PatchManager, make: MakeModule, cover: Any) -> None:
+def test_foreign_wrapper_of_any_make_is_recognised(
+    pm: PatchManager, make: MakeModule, cover: Any
+) -> None:
     m = make("def f(): return 'f'")
     patch(pm, m, "f", wrap=tag("ours"))
     m.f = cover(m.f)
@@ -78,7 +82,9 @@ def test_foreign_wrapper_of_any_make_is_recognised(pm: PatchManager, make: MakeM
     assert m.f() == "theirs(ours(f))"
 
 
-def test_foreign_wrapper_that_names_a_global_is_recognised(pm: PatchManager, make: MakeModule) -> None:
+def test_foreign_wrapper_that_names_a_global_is_recognised(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     patch(pm, m, "f", wrap=tag("ours"))
     other = make("def theirs(): return f'theirs({stock()})'", stock=m.f)
@@ -106,7 +112,9 @@ def test_patch_that_was_overwritten_is_put_on_again_above(
     assert m.f is stock
 
 
-def test_hidden_foreign_wrapper_never_makes_a_patch_run_twice(pm: PatchManager, make: MakeModule) -> None:
+def test_hidden_foreign_wrapper_never_makes_a_patch_run_twice(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     patch(pm, m, "f", wrap=tag("ours"))
     hiding_place = [m.f]
@@ -123,7 +131,9 @@ def test_hidden_foreign_wrapper_never_makes_a_patch_run_twice(pm: PatchManager, 
     assert m.f() in ("ours(theirs(f))", "theirs(ours(f))")
 
 
-def test_replacement_under_a_foreign_wrapper_keeps_it_when_applied_again(pm: PatchManager, make: MakeModule) -> None:
+def test_replacement_under_a_foreign_wrapper_keeps_it_when_applied_again(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     patch(pm, m, "f", lambda: "new")
     m.f = tag("theirs")(m.f)
@@ -175,7 +185,9 @@ class Handle:
 def test_hooks_come_and_go_with_their_feature(pm: PatchManager) -> None:
     log: list[str] = []
     for name in "ab":
-        pm.register_hook(f"hook {name}", functools.partial(Handle, log, name), feature=name, why="official")
+        pm.register_hook(
+            f"hook {name}", functools.partial(Handle, log, name), feature=name, why="official"
+        )
     pm.apply("a")
     pm.apply()
     assert log == ["+a", "+b"]
@@ -189,7 +201,9 @@ def test_hooks_come_and_go_with_their_feature(pm: PatchManager) -> None:
     assert states(pm) == ["reverted", "reverted"]
 
 
-def test_handle_that_cannot_be_removed_does_not_stop_the_rest(pm: PatchManager, make: MakeModule) -> None:
+def test_handle_that_cannot_be_removed_does_not_stop_the_rest(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     log: list[str] = []
     pm.register_hook("first", functools.partial(Handle, log, "first"))
@@ -238,7 +252,9 @@ def test_apply_of_what_nobody_registered_is_an_error(pm: PatchManager, make: Mak
     pm.revert("q")  # and nothing of it is left
 
 
-def test_applied_leaves_what_was_on_and_survives_exceptions(pm: PatchManager, make: MakeModule) -> None:
+def test_applied_leaves_what_was_on_and_survives_exceptions(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("class C:\n    def f(self): return 'f'")
     before = snapshot(m.C)
     for name in "ab":

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from ovpatch.patching import DeclarationError, IncompatiblePatchError, PatchManager, PatchState, TargetNotFoundError
+from ovpatch.patching import (
+    DeclarationError,
+    IncompatiblePatchError,
+    PatchManager,
+    PatchState,
+    TargetNotFoundError,
+)
 
 from .conftest import MakeModule, WritePackage
 from .tools import only, patch, same, snapshot, states, tag
@@ -58,7 +64,9 @@ class Heir(Base):
         ("Heir.Inner.run", lambda m: m.Heir.Inner().run(), "Inner.run"),
     ],
 )
-def test_attribute_of_a_class(pm: PatchManager, make: MakeModule, path: str, call: Any, stock: str) -> None:
+def test_attribute_of_a_class(
+    pm: PatchManager, make: MakeModule, path: str, call: Any, stock: str
+) -> None:
     m = make(CLASSES)
     classes = [m.Base, m.Heir, m.Base.Inner, m.Base.Inner.Deep]
     before = [snapshot(owner) for owner in classes]
@@ -82,7 +90,9 @@ def test_setter_of_a_patched_property_still_works(pm: PatchManager, make: MakeMo
 
 def test_replacement_in_the_descriptor_of_its_target(pm: PatchManager, make: MakeModule) -> None:
     m = make(CLASSES)
-    pm.register_patch(f"{m.__name__}.Base.make", classmethod(lambda cls, x="x": f"new {cls.__name__} {x}"))
+    pm.register_patch(
+        f"{m.__name__}.Base.make", classmethod(lambda cls, x="x": f"new {cls.__name__} {x}")
+    )
     pm.register_patch(f"{m.__name__}.Base.pure", staticmethod(lambda x="x": f"new {x}"))
     pm.apply()
     assert (m.Heir.make(1), m.Base().pure(1)) == ("new Heir 1", "new 1")
@@ -110,7 +120,9 @@ def test_cached_function_keeps_its_cache_methods(pm: PatchManager, make: MakeMod
 # Inherited attributes
 
 
-def test_inherited_patch_follows_later_changes_of_the_base(pm: PatchManager, make: MakeModule) -> None:
+def test_inherited_patch_follows_later_changes_of_the_base(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make(CLASSES)
     pm.register_patch(f"{m.__name__}.Heir.method", wrap=tag("heir"), feature="heir")
     pm.register_patch(f"{m.__name__}.Base.method", wrap=tag("base"), feature="base")
@@ -121,7 +133,9 @@ def test_inherited_patch_follows_later_changes_of_the_base(pm: PatchManager, mak
     assert m.Heir().method() == "heir(Heir.method x)"
 
 
-def test_inherited_patch_keeps_the_order_of_several_bases(pm: PatchManager, make: MakeModule) -> None:
+def test_inherited_patch_keeps_the_order_of_several_bases(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make(
         """
         class Root:
@@ -163,7 +177,9 @@ def test_missing_target_is_an_error_and_creates_nothing(
     assert only(pm).state is PatchState.FAILED
 
 
-def test_missing_optional_target_is_skipped_with_the_reason(pm: PatchManager, make: MakeModule) -> None:
+def test_missing_optional_target_is_skipped_with_the_reason(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make(CLASSES)
     pm.register_patch(f"{m.__name__}.nothing", wrap=tag("w"), optional=True)
     pm.register_patch(f"{m.__name__}.Base.method", wrap=tag("w"))
@@ -199,7 +215,10 @@ def test_missing_submodule_of_an_imported_package(pm: PatchManager, package: Wri
 def test_what_cannot_be_patched_is_refused_with_the_remedy(
     pm: PatchManager, make: MakeModule, path: str, text: str
 ) -> None:
-    m = make(CLASSES + "\nimport json, functools\nnumber = 3\nnothing = None\npart = functools.partial(len)")
+    m = make(
+        CLASSES
+        + "\nimport json, functools\nnumber = 3\nnothing = None\npart = functools.partial(len)"
+    )
     m.thing, m.Base.number = m.Base(), 4
     pm.register_patch(f"{m.__name__}.{path}", wrap=tag("w"))
     with pytest.raises(IncompatiblePatchError, match=text):
@@ -300,12 +319,16 @@ def test_blocked_module_is_a_missing_one(pm: PatchManager, monkeypatch: pytest.M
     assert states(pm) == ["skipped"]
 
 
-def test_object_in_place_of_a_module_is_named_as_what_it_is(pm: PatchManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_in_place_of_a_module_is_named_as_what_it_is(
+    pm: PatchManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stand:
         def f(self) -> str:
             return "f"
 
     monkeypatch.setitem(sys.modules, "stand_in", Stand())
     pm.register_patch("stand_in.f", wrap=tag("w"))
-    with pytest.raises(IncompatiblePatchError, match=r"stand_in is an object of type Stand, .*Patch the method on"):
+    with pytest.raises(
+        IncompatiblePatchError, match=r"stand_in is an object of type Stand, .*Patch the method on"
+    ):
         pm.apply()

@@ -72,7 +72,9 @@ def test_two_threads_apply_the_same(pm: PatchManager, make: MakeModule, attempt:
     assert all(same(old, snapshot(owner)) for old, owner in zip(before, owners, strict=True))
 
 
-def test_threads_apply_and_revert_their_own_features_on_one_target(pm: PatchManager, make: MakeModule) -> None:
+def test_threads_apply_and_revert_their_own_features_on_one_target(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("class C:\n    def f(self): return 'f'")
     before = snapshot(m.C)
     for name in "abcd":
@@ -108,8 +110,12 @@ def test_two_managers_on_one_target_from_two_threads(make: MakeModule) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own warning of forks among threads
-def test_child_forked_while_another_thread_patches_does_not_hang(pm: PatchManager, make: MakeModule) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # Python's own warning of forks among threads
+def test_child_forked_while_another_thread_patches_does_not_hang(
+    pm: PatchManager, make: MakeModule
+) -> None:
     m = make("def f(): return 'f'")
     patch(pm, m, "f", wrap=tag("w"))
     done = threading.Event()

@@ -66,7 +66,9 @@ def test_fullgraph_keeps_the_patch_and_never_recompiles(pm: PatchManager) -> Non
 
 
 @pytest.mark.parametrize("compiled_first", [False, True])
-def test_compiled_code_that_was_only_traced_counts_as_called(pm: PatchManager, compiled_first: bool) -> None:
+def test_compiled_code_that_was_only_traced_counts_as_called(
+    pm: PatchManager, compiled_first: bool
+) -> None:
     linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
     if compiled_first:
@@ -102,7 +104,9 @@ def test_patched_functional_compiles(pm: PatchManager) -> None:
     pm.register_patch("torch.nn.functional.gelu", wrap=plus(2))
     pm.apply()
     assert torch._C._nn.linear is before[1]
-    compiled = torch.compile(lambda x: functional.gelu(user(x)), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: functional.gelu(user(x)), backend="aot_eager", fullgraph=True
+    )
     expected = torch._C._nn.gelu(stock + 1) + 2
     assert torch.equal(functional.gelu(user(x)), expected)
     assert torch.equal(compiled(x), expected)
@@ -110,7 +114,9 @@ def test_patched_functional_compiles(pm: PatchManager) -> None:
     assert (functional.linear, torch._C._nn.linear) == before
 
 
-def test_shadowed_patch_is_out_of_compiled_code(pm: PatchManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shadowed_patch_is_out_of_compiled_code(
+    pm: PatchManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pm.register_patch(LINEAR, wrap=plus(1))
     linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     stock = linear(x)
@@ -188,7 +194,9 @@ def count_calls(calls: list[str]) -> Callable[[Any], Any]:
     return wrap
 
 
-def test_first_optimizer_after_apply_wraps_the_patch_and_revert_is_right(pm: PatchManager, own_sgd: Any) -> None:
+def test_first_optimizer_after_apply_wraps_the_patch_and_revert_is_right(
+    pm: PatchManager, own_sgd: Any
+) -> None:
     calls: list[str] = []
     pm.register_patch(f"{__name__}.OwnSGD.step", wrap=count_calls(calls))
     pm.apply()
@@ -341,8 +349,12 @@ def test_models_with_patched_methods_pickle_and_copy(pm: PatchManager) -> None:
 )
 def test_patched_functions_pickle_by_name(pm: PatchManager, target: str) -> None:
     *path, name = target.split(".")
-    owner = functools.reduce(getattr, path[1:], sys.modules["torch"]) if path[0] == "torch" else Heir
-    pm.register_patch(target, wrap=lambda original: lambda *args, **kwargs: original(*args, **kwargs))
+    owner = (
+        functools.reduce(getattr, path[1:], sys.modules["torch"]) if path[0] == "torch" else Heir
+    )
+    pm.register_patch(
+        target, wrap=lambda original: lambda *args, **kwargs: original(*args, **kwargs)
+    )
     stock = getattr(owner, name)
     pm.apply()
     installed = getattr(owner, name)
@@ -355,7 +367,9 @@ def test_patched_functions_pickle_by_name(pm: PatchManager, target: str) -> None
 
 def test_signature_of_a_patched_forward_is_the_stock_one(pm: PatchManager) -> None:
     original, stock = torch.nn.Linear.forward, inspect.signature(torch.nn.Linear.forward)
-    pm.register_patch(LINEAR, wrap=lambda original: lambda *args, **kwargs: original(*args, **kwargs))
+    pm.register_patch(
+        LINEAR, wrap=lambda original: lambda *args, **kwargs: original(*args, **kwargs)
+    )
     pm.apply()
     linear = torch.nn.Linear(1, 1)
     assert inspect.signature(torch.nn.Linear.forward) == stock

@@ -98,7 +98,8 @@ def watched() -> Iterator[dict[str, Any]]:
         frames = Counter(
             f"{metric.co_name} in {Path(metric.co_filename or '').name}{', again' if metric.recompile_reason else ''}"
             for metric in utils.get_compilation_metrics()
-            if metric.co_name is not None  # Compilers note what they do for a graph, as often as their caches lack it.
+            if metric.co_name
+            is not None  # Compilers note what they do for a graph, as often as their caches lack it.
         )
         found["compiled"] = dict(frames)
         found["breaks"] = sum(utils.counters["graph_break"].values())
@@ -118,7 +119,11 @@ def count_frames(found: dict[str, Any]) -> dict[str, int]:
 
 def describe_differences(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
     """Return a line for each number of :func:`watched` that differs."""
-    return [f"{name}: {stock[name]} became {patched[name]}" for name in stock if stock[name] != patched[name]]
+    return [
+        f"{name}: {stock[name]} became {patched[name]}"
+        for name in stock
+        if stock[name] != patched[name]
+    ]
 
 
 # --- the ways: each returns the wrapper and what the loop calls ---
@@ -224,7 +229,12 @@ def train(
                     called(data(number, 4, 8, micro=1)).square().mean().backward()
             loss = called(data(number, rows[number % len(rows)], 8)).square().mean()
             loss.backward()
-            records.append({"loss": loss.detach().clone(), "grad": seen(wrapped)["grad"] if number % 4 == 0 else None})
+            records.append(
+                {
+                    "loss": loss.detach().clone(),
+                    "grad": seen(wrapped)["grad"] if number % 4 == 0 else None,
+                }
+            )
             step()
             if evaluates and number % 3 == 1:
                 wrapped.eval()
@@ -255,7 +265,11 @@ def train_step(*, clips: bool = False, reads: bool = False) -> list[Record]:
             loss.backward()
             norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1) if clips else None
             opt.step()
-            return loss.detach(), norm, [p.grad * 1 for p in wrapped.parameters()] if reads else None
+            return (
+                loss.detach(),
+                norm,
+                [p.grad * 1 for p in wrapped.parameters()] if reads else None,
+            )
 
         losses = [step(data(number, 4, 8)) for number in range(STEPS)]
     return [{"loss": losses, "param": seen(wrapped)["param"]}, {"dynamo": found}]

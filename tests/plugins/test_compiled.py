@@ -25,7 +25,10 @@ FEATURES = {
 
 #: All of these, or every third, run with each feature.
 CASES: Cases = {
-    **{f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"} for way in (around, inside, in_place, blocks)},
+    **{
+        f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
+        for way in (around, inside, in_place, blocks)
+    },
     "a submodule made in the forward": {"way": inside, "kind": "submodule"},
     "a buffer set in the forward": {"way": around, "kind": "buffer"},
     "evaluation between steps": {"way": around, "evaluates": True},
@@ -34,15 +37,32 @@ CASES: Cases = {
     "unused parameters searched": {"way": searching},
     "a compiled step": {"way": inside, "compiles_step": True},
     "a compiled training step": {"program": compiled.train_step, "clips": True},
-    "a model that is wrapped after another was compiled": {"program": compiled.train_after_compiled_model},
+    "a model that is wrapped after another was compiled": {
+        "program": compiled.train_after_compiled_model
+    },
 }
 
-KINDS = ("checkpoint", "broken", "batch norm", "autograd function", "transforms", "collective", "parameter")
+KINDS = (
+    "checkpoint",
+    "broken",
+    "batch norm",
+    "autograd function",
+    "transforms",
+    "collective",
+    "parameter",
+)
 
 #: Others, of which a part runs with ddp and another part with dist_optimizer.
 MORE: Cases = {
-    **{f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"} for way in compiled.OTHER_WAYS},
-    **{f"{kind}, {way.__name__}": {"way": way, "kind": kind} for kind in KINDS for way in (around, inside)},
+    **{
+        f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
+        for way in compiled.OTHER_WAYS
+    },
+    **{
+        f"{kind}, {way.__name__}": {"way": way, "kind": kind}
+        for kind in KINDS
+        for way in (around, inside)
+    },
     "a submodule made in the forward, around": {"way": around, "kind": "submodule"},
     "a buffer set in the forward, inside": {"way": inside, "kind": "buffer"},
     "batches of several sizes, inside": {"way": inside, "rows": (4, 6, 3)},
@@ -52,9 +72,15 @@ MORE: Cases = {
     "module hooks": {"way": around, "hooked": True},
     "module hooks, blocks": {"way": blocks, "hooked": True},
     "a compiled step around a compiled wrapper": {"way": around, "compiles_step": True},
-    "a compiled training step that returns gradients": {"program": compiled.train_step, "reads": True},
+    "a compiled training step that returns gradients": {
+        "program": compiled.train_step,
+        "reads": True,
+    },
     "compiled code reads parameters": {"program": compiled.train_and_read, "what": "parameters"},
-    "compiled autograd": {"program": compiled.train_by_compiled_autograd, "optimize_ddp": "python_reducer"},
+    "compiled autograd": {
+        "program": compiled.train_by_compiled_autograd,
+        "optimize_ddp": "python_reducer",
+    },
 }
 
 #: With sharded gradients these are compiled twice, since gradients become lazy tensors after the first step.
@@ -80,9 +106,14 @@ def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False)
     for name in results[0]:
         for rank, result in enumerate(results):
             stock, patched = (result[name][arm].pop()["dynamo"] for arm in ("stock", "patched"))
-            if recomputes:  # The compiler calls torch's checkpoint, and the forward of a class is ours.
+            if (
+                recomputes
+            ):  # The compiler calls torch's checkpoint, and the forward of a class is ours.
                 stock, patched = compiled.count_frames(stock), compiled.count_frames(patched)
-            failures += [f"{name}, rank {rank}: {text}" for text in compiled.describe_differences(stock, patched)]
+            failures += [
+                f"{name}, rank {rank}: {text}"
+                for text in compiled.describe_differences(stock, patched)
+            ]
             try:
                 compare(result[name]["stock"], result[name]["patched"]).assert_bitwise()
             except AssertionError as error:
@@ -111,7 +142,9 @@ def test_code_that_works_on_gradients_is_compiled_once_more_where_they_are_shard
     for result in ranks(2)(in_both, "dist_optimizer", GRADIENT_READERS, timeout=120):
         for name, case in result.items():
             stock, patched = (case[arm].pop()["dynamo"] for arm in ("stock", "patched"))
-            assert 0 < sum(patched["compiled"].values()) - sum(stock["compiled"].values()) <= 2, name
+            assert 0 < sum(patched["compiled"].values()) - sum(stock["compiled"].values()) <= 2, (
+                name
+            )
             compare(case["stock"], case["patched"]).assert_bitwise()
             assert case["counters"]["steps"] == compiled.STEPS
 
@@ -128,7 +161,10 @@ def fails_under_compiled_autograd(feature: str) -> list[str]:
 @pytest.mark.parametrize("feature", ["ddp", "dist_optimizer"])
 def test_compiled_autograd_is_an_error_as_with_the_stock_reducer(ranks, feature):
     for texts in ranks(2)(fails_under_compiled_autograd, feature, timeout=120):
-        assert all('torch._dynamo.config.optimize_ddp="python_reducer"' in text.replace(" = ", "=") for text in texts)
+        assert all(
+            'torch._dynamo.config.optimize_ddp="python_reducer"' in text.replace(" = ", "=")
+            for text in texts
+        )
 
 
 #: Whole compiled models whose forward, and whose backward, are CUDA graphs.

@@ -37,7 +37,9 @@ def parallel_models() -> Loop:
     devices = mesh()
 
     def run() -> None:
-        model = parallelize_module(MLP(), devices, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = parallelize_module(
+            MLP(), devices, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
         opt = torch.optim.AdamW(model.parameters())
         model(torch.ones(6, WIDTH)).square().mean().backward()
         opt.step()
@@ -91,7 +93,9 @@ LOOPS: dict[str, tuple[str, Callable[[], Loop]]] = {
     "schedules": ("pipeline", train_pipelines(cases.Case(microbatches=3, steps=1))),
     "orders": (
         "pipeline",
-        train_pipelines(cases.Case(schedule="ScheduleInterleaved1F1B", chunks=2, microbatches=4, steps=1)),
+        train_pipelines(
+            cases.Case(schedule="ScheduleInterleaved1F1B", chunks=2, microbatches=4, steps=1)
+        ),
     ),
     "models": ("tp_linear", parallel_models),
     "optimizers": ("recompute", recomputed_models),

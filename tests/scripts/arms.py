@@ -47,7 +47,9 @@ class Arm:
 
     @property
     def checkpoints(self) -> dict[str, Any]:
-        return {path.stem: torch.load(path, weights_only=True) for path in sorted(self.out.glob("*.pt"))}
+        return {
+            path.stem: torch.load(path, weights_only=True) for path in sorted(self.out.glob("*.pt"))
+        }
 
 
 class Runner:
@@ -78,9 +80,14 @@ class Runner:
 
         def run() -> scripts.Result:
             if not patched:
-                return self._server.torchrun(WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT)
+                return self._server.torchrun(
+                    WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT
+                )
             if launcher is None:
-                server, report = self._plain if more.get("fresh") else self._server, self.folder / f"{to}.report"
+                server, report = (
+                    self._plain if more.get("fresh") else self._server,
+                    self.folder / f"{to}.report",
+                )
                 return server.torchrun(WORLD, *line, env=env, report=report, timeout=TIMEOUT)
             how = {"launcher": launcher, "env": env, "timeout": TIMEOUT}
             return scripts.torchrun(WORLD, *line, ovpatch=self._report(to), **how)
@@ -102,13 +109,21 @@ class Runner:
         )
         return stock, patched
 
-    def python(self, program: Sequence[str], *, patched: bool, to: str, env: dict[str, str] | None = None) -> Arm:
+    def python(
+        self, program: Sequence[str], *, patched: bool, to: str, env: dict[str, str] | None = None
+    ) -> Arm:
         """Run a program, or a launcher, that starts the ranks itself."""
-        head = [str(Path(sys.executable).with_name("ovpatch")), "run", *self._report(to), "--"] if patched else []
+        head = (
+            [str(Path(sys.executable).with_name("ovpatch")), "run", *self._report(to), "--"]
+            if patched
+            else []
+        )
         stock = {} if patched else {"OVPATCH": "0"}
 
         def run() -> scripts.Result:
-            return scripts.run([*head, sys.executable, *program], env={**stock, **(env or {})}, timeout=TIMEOUT)
+            return scripts.run(
+                [*head, sys.executable, *program], env={**stock, **(env or {})}, timeout=TIMEOUT
+            )
 
         return self._arm(run, patched=patched, to=to)
 
@@ -132,7 +147,11 @@ class Runner:
     def _arm(self, run: Callable[[], scripts.Result], *, patched: bool, to: str) -> Arm:
         done = run() if patched else self._stock(run, to)
         report = self.folder / f"{to}.report"
-        return Arm(self.folder / to, done.check(), json.loads(report.read_text()) if report.exists() else None)
+        return Arm(
+            self.folder / to,
+            done.check(),
+            json.loads(report.read_text()) if report.exists() else None,
+        )
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
@@ -142,8 +161,12 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
     """
     missing = ", ".join(name for name in libraries if find_spec(name) is None)
     if missing and Path(sys.prefix, ".ready").exists():
-        raise ModuleNotFoundError(f"no {missing} in the environment of the project: run make setup again")
-    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install -e '.[integration]'")
+        raise ModuleNotFoundError(
+            f"no {missing} in the environment of the project: run make setup again"
+        )
+    return pytest.mark.skipif(
+        bool(missing), reason=f"needs {missing}: pip install -e '.[integration]'"
+    )
 
 
 def together(*runs: Callable[[], Any]) -> list[Any]:

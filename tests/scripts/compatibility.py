@@ -94,7 +94,9 @@ def tables(rows: Iterable[Row]) -> str:
     """Return one table for each machine and version of torch."""
     places: dict[str, list[Row]] = {}
     for one in rows:
-        places.setdefault(f"{one['device']}, {one['ranks']} ranks, torch {one['libraries']['torch']}", []).append(one)
+        places.setdefault(
+            f"{one['device']}, {one['ranks']} ranks, torch {one['libraries']['torch']}", []
+        ).append(one)
     return "\n\n".join(f"### {place}\n\n{_table(places[place])}" for place in sorted(places))
 
 
@@ -104,7 +106,9 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _cells(row: Row) -> str:
-    libraries = ", ".join(f"{name} {number}" for name, number in row["libraries"].items() if name != "torch")
+    libraries = ", ".join(
+        f"{name} {number}" for name, number in row["libraries"].items() if name != "torch"
+    )
     return _line([row["style"], libraries or "none", row["compared"], row["ovpatch"], row["date"]])
 
 
@@ -130,7 +134,9 @@ def _put(text: str, place: str, tables: str) -> str:
 
 def main() -> int:
     """Rewrite or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     text = PAGE.read_text(encoding="utf-8")

@@ -18,7 +18,12 @@ ROWS = pytest.StashKey[list[record.Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--compatibility", type=Path, metavar="FILE.json", help="add the rows of tests that passed to it")
+    parser.addoption(
+        "--compatibility",
+        type=Path,
+        metavar="FILE.json",
+        help="add the rows of tests that passed to it",
+    )
 
 
 @pytest.fixture
@@ -37,7 +42,9 @@ def compatibility(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Server) -> Iterator[Runner]:
+def runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Server
+) -> Iterator[Runner]:
     """``runner.both("plain")``; what its runs shall not import each time is in the module's ``PRELOADED``."""
     from tests.scripts.arms import Runner
     from tests.support.preloaded import Server
@@ -50,7 +57,9 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
     report = yield
     # Not there if this file was found after the command line had been read, as under plain `pytest`.
     to = item.config.getoption("--compatibility", default=None)

@@ -26,12 +26,26 @@ PRELOADED = LIBRARIES
 
 
 def launch(runner, name, *args, patched, to, dynamo="no", by_accelerate=False):
-    if not (patched and by_accelerate):  # what accelerate's launcher says to the ranks, which it starts by torchrun
+    if not (
+        patched and by_accelerate
+    ):  # what accelerate's launcher says to the ranks, which it starts by torchrun
         said = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": dynamo.upper()}
         return runner.torchrun(name, *args, patched=patched, to=to, env=said)
-    head = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={WORLD}", "--num_machines=1"]
-    head += ["--mixed_precision=no", f"--dynamo_backend={dynamo}", f"--main_process_port={free_port()}"]
-    return runner.python([*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to)
+    head = [
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        f"--num_processes={WORLD}",
+        "--num_machines=1",
+    ]
+    head += [
+        "--mixed_precision=no",
+        f"--dynamo_backend={dynamo}",
+        f"--main_process_port={free_port()}",
+    ]
+    return runner.python(
+        [*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to
+    )
 
 
 def both(runner, name, *args, to, **kwargs):
@@ -97,7 +111,9 @@ def test_load_state_resumes_the_other_ways_state(runner, accumulated, compatibil
 
 @RARELY
 def test_compiled_outside_the_wrapper(runner, compatibility):
-    stock, patched = both(runner, "accelerated.py", to="compiled", dynamo="aot_eager", by_accelerate=True)
+    stock, patched = both(
+        runner, "accelerated.py", to="compiled", dynamo="aot_eager", by_accelerate=True
+    )
     assert {rank["class"] for rank in stock.ranks} == {"OptimizedModule"}
     assert all(rank["frames"] for rank in stock.ranks)
     assert_same_states(stock, patched)
@@ -116,7 +132,8 @@ def test_sync_triggered_in_backward(runner, compatibility):
     assert stock.ranks[0]["gradients"] == stock.ranks[1]["gradients"], "gradients were synchronized"
     assert_applied(patched.report, models=1, backwards=3)
     compatibility(
-        "accelerate trigger_sync_in_backward: forwards without synchronization, the last backward with it",
+        "accelerate trigger_sync_in_backward: forwards without synchronization, the last backward "
+        "with it",
         patched,
         libraries=LIBRARIES,
         compared="losses, gradients, parameters",
@@ -130,7 +147,9 @@ def test_a_communication_hook_keeps_the_stock_reducer(runner, accumulated, compa
     assert_same_states(stock, patched)
     ddp = feature(patched.report)
     counters = [process["counters"] for process in ddp["processes"]]
-    assert [(one["stock_models"], one["backwards"]) for one in counters if any(one.values())] == [(1, 0)] * WORLD
+    assert [(one["stock_models"], one["backwards"]) for one in counters if any(one.values())] == [
+        (1, 0)
+    ] * WORLD
     assert any("a communication hook is registered" in remark for remark in ddp["remarks"])
     compatibility(
         "accelerate with a communication hook (float16)",

@@ -13,34 +13,55 @@ import pytest
 from tests.scripts import compatibility as record
 
 HERE = Path(__file__).parent
-REPORT = {"state": "applied", "reason": "", "remarks": [], "counters": {"backwards": 4, "stock_models": 0}}
+REPORT = {
+    "state": "applied",
+    "reason": "",
+    "remarks": [],
+    "counters": {"backwards": 4, "stock_models": 0},
+}
 
 
 def declared(text: str) -> list[str]:
     """Return the styles that tests record: what they call the fixture ``compatibility`` with."""
     styles = []
     for function in ast.walk(ast.parse(text)):
-        if isinstance(function, ast.FunctionDef) and "compatibility" in [arg.arg for arg in function.args.args]:
+        if isinstance(function, ast.FunctionDef) and "compatibility" in [
+            arg.arg for arg in function.args.args
+        ]:
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-            found = [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "compatibility"]
+            found = [
+                ast.literal_eval(call.args[0])
+                for call in calls
+                if ast.unparse(call.func) == "compatibility"
+            ]
             assert found, f"{function.name} asks for the fixture and records nothing"
-            assert ast.unparse(function.body[-1]).startswith("compatibility("), f"{function.name} goes on after its row"
+            assert ast.unparse(function.body[-1]).startswith("compatibility("), (
+                f"{function.name} goes on after its row"
+            )
             styles += found
     return styles
 
 
 def test_the_page_is_up_to_date():
     text = record.PAGE.read_text(encoding="utf-8")
-    assert record.fill(text, record.load(record.RECORD)) == text, "run python -m tests.scripts.compatibility"
+    assert record.fill(text, record.load(record.RECORD)) == text, (
+        "run python -m tests.scripts.compatibility"
+    )
 
 
 def test_there_is_a_row_for_every_program_and_no_other():
-    styles = [style for path in HERE.glob("test_*.py") for style in declared(path.read_text(encoding="utf-8"))]
+    styles = [
+        style
+        for path in HERE.glob("test_*.py")
+        for style in declared(path.read_text(encoding="utf-8"))
+    ]
     assert len(set(styles)) == len(styles), "two tests record the same style"
     known = {row["style"] for row in record.load(record.RECORD)}
     remedy = "run pytest tests/scripts --compatibility docs/compatibility.json"
     assert set(styles) - known == set(), remedy
-    assert known - set(styles) == set(), "no test records these any more: take them out of docs/compatibility.json"
+    assert known - set(styles) == set(), (
+        "no test records these any more: take them out of docs/compatibility.json"
+    )
 
 
 def test_a_program_that_no_test_runs_is_noticed():
@@ -75,7 +96,8 @@ def test_a_newer_row_replaces_that_of_the_same_program_and_device():
         return {"style": style, "device": device, "date": date}
 
     rows = record.merge(
-        [row("b", "CPU", 1), row("a", "CPU", 1)], [row("b", "CPU", 2), row("b", "GPU", 2), row("a", "GPU", 2)]
+        [row("b", "CPU", 1), row("a", "CPU", 1)],
+        [row("b", "CPU", 2), row("b", "GPU", 2), row("a", "GPU", 2)],
     )
     assert rows == [row("a", "CPU", 1), row("a", "GPU", 2), row("b", "CPU", 2), row("b", "GPU", 2)]
 

@@ -63,29 +63,47 @@ def test_what_a_script_shards_itself_stays_stock(runner):
     assert_same(stock, patched)
     (parts,) = (one for one in patched.report["features"] if one["name"] == "dist_optimizer")
     assert (parts["counters"]["optimizers"], parts["counters"]["steps"]) == (0, 0)
-    assert any("inside a ZeroRedundancyOptimizer, which shards the work" in remark for remark in parts["remarks"])
+    assert any(
+        "inside a ZeroRedundancyOptimizer, which shards the work" in remark
+        for remark in parts["remarks"]
+    )
 
 
 @pytest.mark.parametrize("name", cases(CLIPPING))
 def test_within_the_last_bits_of_a_norm(runner, name):
     stock, patched = both(runner, name)
-    logs = [[{k: v for k, v in rank.items() if k != "parameters"} for rank in arm.ranks] for arm in (stock, patched)]
+    logs = [
+        [{k: v for k, v in rank.items() if k != "parameters"} for rank in arm.ranks]
+        for arm in (stock, patched)
+    ]
     close(*logs)
     close(stock.checkpoints, patched.checkpoints)
 
 
 def close(stock: Any, patched: Any) -> None:
     """All is there under the same names, of the same kind, and equal but for rounding."""
-    far = [row for row in compare(stock, patched).worst(1000) if row.max_abs_diff is None or row.max_abs_diff > 1e-5]
+    far = [
+        row
+        for row in compare(stock, patched).worst(1000)
+        if row.max_abs_diff is None or row.max_abs_diff > 1e-5
+    ]
     assert not far, far[:5]
 
 
 @pytest.mark.parametrize("name", cases(SENSITIVE))
 def test_verified(tmp_path, name):
     outcome, bin = tmp_path / "outcome.json", Path(sys.executable).parent
-    verify = [bin / "ovpatch", "verify", "--features=+dist_optimizer", "--steps=4", f"--json={outcome}"]
+    verify = [
+        bin / "ovpatch",
+        "verify",
+        "--features=+dist_optimizer",
+        "--steps=4",
+        f"--json={outcome}",
+    ]
     script = [bin / "torchrun", "--nproc-per-node=2", PROGRAMS / f"{name}.py", tmp_path / "out"]
-    done = scripts.run([str(word) for word in (*verify, "--", *script)], env=ON | {"OVPATCH": None}, timeout=280)
+    done = scripts.run(
+        [str(word) for word in (*verify, "--", *script)], env=ON | {"OVPATCH": None}, timeout=280
+    )
     found = json.loads(outcome.read_text())
     assert found["verdict"] in ("bitwise equal", "equal within noise"), done.stdout
     assert found["counters"]["dist_optimizer"]["steps"] >= 2 * 4

@@ -28,4 +28,8 @@ def test_wgan_with_gradient_penalty(runner, compatibility):
     assert_same(stock, patched)
     # Each step one of the discriminator, and every other step one of both models.
     assert_applied(patched.report, models=2, backwards=6 + 3 * 2)
-    compatibility("WGAN-GP: backward through torch.autograd.grad", patched, compared="losses, penalties, parameters")
+    compatibility(
+        "WGAN-GP: backward through torch.autograd.grad",
+        patched,
+        compared="losses, penalties, parameters",
+    )

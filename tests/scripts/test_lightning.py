@@ -20,17 +20,24 @@ def launched(runner, name, *args, to):
     """Run it stock and patched; Lightning's launcher starts the second rank of the patched run."""
 
     def start(to):
-        port = {"MASTER_PORT": str(free_port())}  # else its launcher takes one of outgoing connections
-        return runner.python([str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to, env=port)
+        port = {
+            "MASTER_PORT": str(free_port())
+        }  # else its launcher takes one of outgoing connections
+        return runner.python(
+            [str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to, env=port
+        )
 
     return together(
-        lambda: runner.torchrun(name, *args, patched=False, to=f"{to}-stock"), lambda: start(f"{to}-patched")
+        lambda: runner.torchrun(name, *args, patched=False, to=f"{to}-stock"),
+        lambda: start(f"{to}-patched"),
     )
 
 
 def saved(arm):
     """Return what ModelCheckpoint saved: parameters, optimizers, schedulers; not what names the folder."""
-    files = {path.stem: torch.load(path, weights_only=True) for path in sorted(arm.out.glob("*.ckpt"))}
+    files = {
+        path.stem: torch.load(path, weights_only=True) for path in sorted(arm.out.glob("*.ckpt"))
+    }
     parts = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
     return {name: {part: file[part] for part in parts} for name, file in files.items()}
 
@@ -49,7 +56,8 @@ def test_automatic_optimization(fitted, compatibility):
     # Of 12 backward passes every other synchronizes.
     assert_applied(patched.report, models=1, backwards=6)
     compatibility(
-        "Lightning Trainer, strategy ddp: step with closure, clipping, accumulate_grad_batches=2, ModelCheckpoint",
+        "Lightning Trainer, strategy ddp: step with closure, clipping, accumulate_grad_batches=2, "
+        "ModelCheckpoint",
         patched,
         libraries=LIBRARIES,
         compared="losses, gradient norms, validation, parameters, checkpoints",
@@ -98,7 +106,9 @@ def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compat
     whole_stock, whole_patched = fitted
 
     def resume(whole, **options):
-        return runner.torchrun("lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", launcher=[], **options)
+        return runner.torchrun(
+            "lightning_fit.py", f"--resume={whole.out}/epoch=0.ckpt", launcher=[], **options
+        )
 
     stock, patched = crosswise(resume, whole_stock, whole_patched)
     assert len(stock.ranks[0]["losses"]) == 6, "the second epoch"
@@ -115,12 +125,15 @@ def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compat
 
 @RARELY
 def test_unused_parameters(runner, compatibility):
-    stock, patched = launched(runner, "lightning_fit.py", "--strategy=ddp_find_unused_parameters_true", to="unused")
+    stock, patched = launched(
+        runner, "lightning_fit.py", "--strategy=ddp_find_unused_parameters_true", to="unused"
+    )
     assert_same(stock, patched)
     compare(saved(stock), saved(patched)).assert_bitwise()
     assert_applied(patched.report, models=1, backwards=6)
     compatibility(
-        "Lightning Trainer, strategy ddp_find_unused_parameters_true: a head that some batches do not use",
+        "Lightning Trainer, strategy ddp_find_unused_parameters_true: a head that some batches do "
+        "not use",
         patched,
         libraries=LIBRARIES,
         compared="losses, gradient norms, validation, parameters, checkpoints",
@@ -134,7 +147,8 @@ def test_manual_optimization_with_two_optimizers(runner, compatibility):
     assert_same(stock, patched)
     assert_applied(patched.report, models=1, backwards=12)
     compatibility(
-        "Lightning manual optimization: GAN with two optimizers, toggle_optimizer, two backward passes a step",
+        "Lightning manual optimization: GAN with two optimizers, toggle_optimizer, two backward "
+        "passes a step",
         patched,
         libraries=LIBRARIES,
         compared="losses, parameters",

@@ -33,7 +33,11 @@ def test_compiled_inside_of_the_wrapper(compiled, compatibility):
     assert all(rank["graphs"] > 0 for rank in stock.ranks)
     assert all(name.startswith(PREFIX) for name in stock.checkpoints["ckpt2"]["model"])
     assert_same_training(stock, patched)
-    compatibility("nanoGPT, torch.compile inside the wrapper", patched, compared="losses, norms, graphs, checkpoints")
+    compatibility(
+        "nanoGPT, torch.compile inside the wrapper",
+        patched,
+        compared="losses, norms, graphs, checkpoints",
+    )
 
 
 @RARELY
@@ -41,7 +45,11 @@ def test_compiled_outside_of_the_wrapper(runner, compatibility):
     stock, patched = runner.both("nano", f"--compile_wrapper={BACKEND}", to="outside")
     assert all(rank["graphs"] > 0 for rank in stock.ranks)
     assert_same_training(stock, patched)
-    compatibility("nanoGPT, torch.compile around the wrapper", patched, compared="losses, norms, graphs, checkpoints")
+    compatibility(
+        "nanoGPT, torch.compile around the wrapper",
+        patched,
+        compared="losses, norms, graphs, checkpoints",
+    )
 
 
 @RARELY
@@ -55,7 +63,14 @@ def test_checkpoints_resume_the_other_way_round(runner, compiled, compatibility)
     of_patched, of_stock = crosswise(resume, stock, patched)
     assert [rank["first"] for rank in of_patched.ranks] == [2, 2]
     assert list(of_patched.checkpoints) == ["ckpt2", "ckpt4"]
-    saved = {name.removeprefix(PREFIX): value for name, value in stock.checkpoints["ckpt2"]["model"].items()}
+    saved = {
+        name.removeprefix(PREFIX): value
+        for name, value in stock.checkpoints["ckpt2"]["model"].items()
+    }
     compare(saved, of_patched.checkpoints["ckpt2"]["model"]).assert_bitwise()
     assert_same_training(of_patched, of_stock)
-    compatibility("nanoGPT, resumed", of_stock, compared="losses, norms, checkpoints, each resumed from the other's")
+    compatibility(
+        "nanoGPT, resumed",
+        of_stock,
+        compared="losses, norms, checkpoints, each resumed from the other's",
+    )

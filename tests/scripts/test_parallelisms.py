@@ -25,10 +25,14 @@ def test_zero_redundancy_optimizer(runner, compatibility):
     stock, patched = runner.both("zero")
     assert list(stock.checkpoints) == ["view0", "view1"]
     for checkpoint in stock.checkpoints.values():
-        assert len(checkpoint["optimizer"]["state"]) == len(checkpoint["model"]), "the states of all ranks are there"
+        assert len(checkpoint["optimizer"]["state"]) == len(checkpoint["model"]), (
+            "the states of all ranks are there"
+        )
     assert_same(stock, patched)
     assert_applied(patched.report, models=2, backwards=12)
-    compatibility("ZeroRedundancyOptimizer", patched, compared="losses, parameters, consolidated checkpoints")
+    compatibility(
+        "ZeroRedundancyOptimizer", patched, compared="losses, parameters, consolidated checkpoints"
+    )
 
 
 @RARELY
@@ -40,7 +44,11 @@ def test_replicate_has_a_wrapper_inside(runner, compatibility):
         del cut["parameters"], cut_too["parameters"]
         compare(cut, cut_too).assert_equal()
     assert_applied(patched.report, models=2, backwards=6)
-    compatibility("composable replicate(), also with tensor parallelism", patched, compared="losses, norms, parameters")
+    compatibility(
+        "composable replicate(), also with tensor parallelism",
+        patched,
+        compared="losses, norms, parameters",
+    )
 
 
 # --- instead of it ---
@@ -50,9 +58,15 @@ def test_fsdp2(runner, compatibility):
     stock, patched = runner.both("fsdp2")
     assert list(stock.checkpoints) == ["fully_shard", "replicate"]
     assert_same(stock, patched)
-    why = "gradients are left to FSDP2 (fully_shard): no model is wrapped in DistributedDataParallel"
+    why = (
+        "gradients are left to FSDP2 (fully_shard): no model is wrapped in DistributedDataParallel"
+    )
     assert_stood_down(patched.report, why)
-    compatibility("FSDP2: fully_shard, and torchtitan's replicate", patched, compared="losses, norms, checkpoints")
+    compatibility(
+        "FSDP2: fully_shard, and torchtitan's replicate",
+        patched,
+        compared="losses, norms, checkpoints",
+    )
 
 
 @RARELY
@@ -62,7 +76,11 @@ def test_tensor_parallelism_in_the_style_of_torchtitan(runner, compatibility):
     assert_same(stock, patched)
     # At the end of the process, when it is asked, the model is gone.
     assert_stood_down(patched.report, NO_MODEL)
-    compatibility("torchtitan style: meta device, tensor parallelism", patched, compared="losses, norms, checkpoint")
+    compatibility(
+        "torchtitan style: meta device, tensor parallelism",
+        patched,
+        compared="losses, norms, checkpoint",
+    )
 
 
 @RARELY
@@ -72,4 +90,8 @@ def test_an_engine_in_the_style_of_deepspeed(runner, compatibility):
     assert stock.ranks[0]["parameters"] == stock.ranks[1]["parameters"]
     assert_same(stock, patched)
     assert_stood_down(patched.report, NO_MODEL)
-    compatibility("DeepSpeed style engine, hooks and collectives of its own", patched, compared="losses, parameters")
+    compatibility(
+        "DeepSpeed style engine, hooks and collectives of its own",
+        patched,
+        compared="losses, parameters",
+    )

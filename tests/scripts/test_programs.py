@@ -43,10 +43,14 @@ def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
 
     def run_node(number):
         line, node = [str(out), f"--resume={stock.out}/epoch1.pt"], [*job, f"--node-rank={number}"]
-        return scripts.torchrun(1, PROGRAMS / "plain.py", *line, node=node, ovpatch=True, timeout=240).check()
+        return scripts.torchrun(
+            1, PROGRAMS / "plain.py", *line, node=node, ovpatch=True, timeout=240
+        ).check()
 
     resumed, *nodes = together(
-        lambda: runner.torchrun("plain.py", f"--resume={patched.out}/epoch1.pt", patched=False, to="resumed-stock"),
+        lambda: runner.torchrun(
+            "plain.py", f"--resume={patched.out}/epoch1.pt", patched=False, to="resumed-stock"
+        ),
         lambda: run_node(0),
         lambda: run_node(1),
     )
@@ -71,8 +75,17 @@ def test_a_worker_that_dies_is_started_again(runner, plain, compatibility):
     )
     assert_continues(again, plain[0])
     assert_applied(again.report, models=1, backwards=4)
-    assert {(one["rank"], one["restart"]) for one in again.report["processes"]} >= {(0, 0), (1, 0), (0, 1), (1, 1)}
-    compatibility("plain loop, a rank killed and torchrun starting all again", again, compared="losses, checkpoint")
+    assert {(one["rank"], one["restart"]) for one in again.report["processes"]} >= {
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+    }
+    compatibility(
+        "plain loop, a rank killed and torchrun starting all again",
+        again,
+        compared="losses, checkpoint",
+    )
 
 
 def assert_continues(arm, whole):
@@ -80,7 +93,9 @@ def assert_continues(arm, whole):
     assert [rank["first_epoch"] for rank in arm.ranks] == [1, 1]
     for name in ("losses", "norms"):
         assert [rank[name] for rank in arm.ranks] == [rank[name][4:] for rank in whole.ranks]
-    assert [rank["parameters"] for rank in arm.ranks] == [rank["parameters"] for rank in whole.ranks]
+    assert [rank["parameters"] for rank in arm.ranks] == [
+        rank["parameters"] for rank in whole.ranks
+    ]
     compare(whole.checkpoints["epoch2"], arm.checkpoints["epoch2"]).assert_bitwise()
 
 
@@ -117,9 +132,13 @@ def test_process_groups_made_again_and_backwards_that_fail_on_all_ranks(runner, 
 @RARELY
 def test_spawned_ranks_with_three_process_groups(runner, compatibility):
     def start(patched, to):
-        return runner.python([str(PROGRAMS / "spawn.py"), str(runner.folder / to), *ports(3)], patched=patched, to=to)
+        return runner.python(
+            [str(PROGRAMS / "spawn.py"), str(runner.folder / to), *ports(3)], patched=patched, to=to
+        )
 
-    stock, patched = together(lambda: start(False, "spawn-stock"), lambda: start(True, "spawn-patched"))
+    stock, patched = together(
+        lambda: start(False, "spawn-stock"), lambda: start(True, "spawn-patched")
+    )
     assert_same(stock, patched)
     assert_applied(patched.report, models=3, backwards=9)
     compatibility("mp.spawn, three process groups", patched, compared="losses, parameters")
@@ -134,7 +153,9 @@ def test_apply_under_main_does_not_reach_spawned_ranks_and_the_report_shows_it(r
     program = runner.folder / "main.py"
     program.write_text(f"{first}    import ovpatch\n    ovpatch.apply()\n{found}{rest}")
     alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # nothing but that line patches
-    main = runner.python([str(program), str(runner.folder / "main"), *ports(3)], patched=True, to="main", env=alone)
+    main = runner.python(
+        [str(program), str(runner.folder / "main"), *ports(3)], patched=True, to="main", env=alone
+    )
     assert len(json.loads((main.out / "rank0.json").read_text())) == 3, "it trained, as stock"
     (parent,) = feature(main.report)["processes"]
     assert not any(parent["counters"].values())

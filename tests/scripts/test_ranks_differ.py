@@ -19,9 +19,13 @@ def failures(tmp_path_factory, forks):
 
     def start(name, setting, **env):
         lone = ["1", setting, str(PROGRAMS / "plain.py"), str(out / name)]
-        env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # ovpatch is loaded by lone.py, once the variable is set
+        env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = (
+            "0"  # ovpatch is loaded by lone.py, once the variable is set
+        )
         report = out / f"{name}.report"
-        result = forks.torchrun(WORLD, PROGRAMS / "lone.py", *lone, env=env, report=report, timeout=240)
+        result = forks.torchrun(
+            WORLD, PROGRAMS / "lone.py", *lone, env=env, report=report, timeout=240
+        )
         return result, json.loads(report.read_text())
 
     return together(
@@ -41,7 +45,9 @@ def test_a_rank_without_ovpatch_is_named_with_the_remedy(failures):
     stderr = failed(result)
     assert "feature 'ddp' got no reply from rank 1 within 1 s" in stderr
     assert "Call ovpatch.apply() on every rank" in stderr
-    assert "disabled (off by OVPATCH=0) on rank 1" in feature(report)["reason"], "the report says so, too"
+    assert "disabled (off by OVPATCH=0) on rank 1" in feature(report)["reason"], (
+        "the report says so, too"
+    )
 
 
 def test_options_that_differ_are_named_with_their_ranks(failures):
@@ -54,4 +60,6 @@ def test_options_that_differ_are_named_with_their_ranks(failures):
 
 def test_by_default_a_rank_that_does_not_answer_is_given_up_within_30_seconds():
     # A rank other than 0 gives rank 0 five seconds more, see agreement.py.
-    assert next(option.default for option in OPTIONS if option.name == "agreement_timeout_s") + 5 < 30
+    assert (
+        next(option.default for option in OPTIONS if option.name == "agreement_timeout_s") + 5 < 30
+    )

@@ -14,14 +14,22 @@ from tests.support.rarely import RARELY
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]
 
 LIBRARIES = ("transformers", "accelerate")
-PRELOADED = ("transformers.trainer", "accelerate", *(("peft",) if os.environ.get("ALL_CASES") else ()))
+PRELOADED = (
+    "transformers.trainer",
+    "accelerate",
+    *(("peft",) if os.environ.get("ALL_CASES") else ()),
+)
 
 
 def both(runner, *args, to, **more):
     """Run the Trainer stock and patched; logs of all ranks, and all checkpoints, are the same."""
     stock, patched = runner.both("hf_trainer", *args, to=to, **more)
     assert_same(stock, patched)
-    assert list(saved(stock)) == list(saved(patched)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert (
+        list(saved(stock))
+        == list(saved(patched))
+        == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    )
     compare(saved(stock), saved(patched)).assert_bitwise()
     return stock, patched
 
@@ -46,7 +54,8 @@ def test_trainer_with_its_defaults(defaults, compatibility):
     assert len(values(stock, "eval_loss")) == 3
     assert_applied(patched.report, models=1, backwards=6)
     compatibility(
-        "transformers Trainer with its defaults: fused AdamW, clipping, unused parameters searched, evaluation",
+        "transformers Trainer with its defaults: fused AdamW, clipping, unused parameters "
+        "searched, evaluation",
         patched,
         libraries=LIBRARIES,
         compared="losses, gradient norms, evaluations, parameters, checkpoints",
@@ -105,7 +114,9 @@ def test_trainer_resumes_the_other_ways_checkpoint(runner, defaults, compatibili
     for arm in (stock, patched):
         for name in ("loss", "grad_norm", "eval_loss"):
             assert values(arm, name) == values(whole_stock, name)
-        assert [rank["parameters"] for rank in arm.ranks] == [rank["parameters"] for rank in whole_stock.ranks]
+        assert [rank["parameters"] for rank in arm.ranks] == [
+            rank["parameters"] for rank in whole_stock.ranks
+        ]
         compare(saved(whole_stock)["checkpoint-6"], saved(arm)["checkpoint-6"]).assert_bitwise()
     assert_applied(patched.report, models=1, backwards=4)
     compatibility(
@@ -138,7 +149,8 @@ def test_trainer_that_finds_its_batch_size(runner, compatibility):
     # Two wraps: 1 backward of 2 buckets, and 1 that fails and goes with its wrapper, uncounted; then 6 of 2.
     assert_applied(patched.report, models=2, backwards=7, collectives=14)
     compatibility(
-        "transformers Trainer with auto_find_batch_size: out of memory in the second backward, wrapped again",
+        "transformers Trainer with auto_find_batch_size: out of memory in the second backward, "
+        "wrapped again",
         patched,
         libraries=LIBRARIES,
         compared="losses, gradient norms, evaluations, parameters, checkpoints",
@@ -153,7 +165,9 @@ def test_lora(runner, compatibility):
     stock, patched = runner.both("lora")
     assert all(rank["loaded_again"] for rank in stock.ranks)
     assert_same(stock, patched)
-    adapters = [load_file(arm.out / "adapter" / "adapter_model.safetensors") for arm in (stock, patched)]
+    adapters = [
+        load_file(arm.out / "adapter" / "adapter_model.safetensors") for arm in (stock, patched)
+    ]
     compare(*adapters).assert_bitwise()
     assert all("lora" in name for name in adapters[0])
     # Gradients of the adapters are reduced, and nothing else.
@@ -170,7 +184,9 @@ def test_lora(runner, compatibility):
 @pytest.fixture(scope="module")
 def checkpointed(runner):
     """LoRA where no trained parameter is outside of a checkpoint: every gradient comes in a backward of its own."""
-    return runner.both("lora", "--gradient-checkpointing", "--ddp-find-unused-parameters=false", to="checkpointed")
+    return runner.both(
+        "lora", "--gradient-checkpointing", "--ddp-find-unused-parameters=false", to="checkpointed"
+    )
 
 
 @needs("peft")
@@ -178,7 +194,9 @@ def checkpointed(runner):
 def test_lora_in_reentrant_checkpoints(checkpointed, compatibility):
     stock, patched = checkpointed
     assert_same(stock, patched)
-    assert_applied(patched.report, models=1, backwards=4, bytes_reduced=4 * 4 * stock.ranks[0]["trainable"])
+    assert_applied(
+        patched.report, models=1, backwards=4, bytes_reduced=4 * 4 * stock.ranks[0]["trainable"]
+    )
     compatibility(
         "LoRA by peft in reentrant checkpoints, Trainer with ddp_find_unused_parameters=False",
         patched,
@@ -194,6 +212,8 @@ def test_lora_in_reentrant_checkpoints_with_a_search_for_unused_parameters(runne
 
     Whoever goes on must compute what the right setting computes: no gradient may stay a rank's own.
     """
-    searching = runner.torchrun("lora.py", "--gradient-checkpointing", patched=True, to="checkpointed-searching")
+    searching = runner.torchrun(
+        "lora.py", "--gradient-checkpointing", patched=True, to="checkpointed-searching"
+    )
     assert_same(checkpointed[0], searching)
     assert_applied(searching.report, models=1, backwards=4)

@@ -30,8 +30,20 @@ def resolve_quickly() -> None:
 def clean(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without ovpatch's and the launcher's variables, with one thread a process."""
     ours = ("OVPATCH", "TORCHELASTIC_")
-    theirs = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_LOGS"}
-    kept = {name: value for name, value in environment.items() if not name.startswith(ours) and name not in theirs}
+    theirs = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCH_LOGS",
+    }
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(ours) and name not in theirs
+    }
     kept |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     kept.setdefault("RES_OPTIONS", _QUICK_RESOLVER)
     # Inductor would start processes that compile Triton's kernels beside each rank, where none is compiled.
@@ -71,7 +83,9 @@ def free_port() -> int:
             return port
 
 
-_ports = random.SystemRandom()  # tests seed the module's, and forked processes share the state of others
+_ports = (
+    random.SystemRandom()
+)  # tests seed the module's, and forked processes share the state of others
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,9 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
 def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
     children: list[tuple[str, Any]]
-    if isinstance(value, torch.Tensor):  # first: most values are, and the other questions take longer
+    if isinstance(
+        value, torch.Tensor
+    ):  # first: most values are, and the other questions take longer
         yield prefix or ROOT, _plain(value, prefix or ROOT)
         return
     if isinstance(value, Mapping):
@@ -91,7 +93,9 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
         raise TypeError(f"{name} is a DTensor; compare its .full_tensor() or .to_local()")
     if tensor.is_meta:
-        raise TypeError(f"{name} is on the meta device and has no values; compare it after materialisation")
+        raise TypeError(
+            f"{name} is on the meta device and has no values; compare it after materialisation"
+        )
     if tensor.is_quantized:
         raise TypeError(f"{name} is quantized; compare its .int_repr() and scales")
     if tensor.is_nested:
@@ -140,7 +144,9 @@ def _sparse_values(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _coo(tensor: torch.Tensor) -> torch.Tensor:
-    sparse: torch.Tensor = tensor if tensor.layout is torch.sparse_coo else tensor.to_sparse(layout=torch.sparse_coo)
+    sparse: torch.Tensor = (
+        tensor if tensor.layout is torch.sparse_coo else tensor.to_sparse(layout=torch.sparse_coo)
+    )
     return sparse.coalesce()
 
 
@@ -156,12 +162,18 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """The worst verdict of all rows."""
-        return max((row.verdict for row in self.rows), key=list(Verdict).index, default=Verdict.BITWISE)
+        return max(
+            (row.verdict for row in self.rows), key=list(Verdict).index, default=Verdict.BITWISE
+        )
 
     def worst(self, count: int = 10) -> tuple[Row, ...]:
         """Return the rows that are not bitwise equal, worst first."""
         unequal = [row for row in self.rows if row.verdict is not Verdict.BITWISE]
-        return tuple(sorted(unequal, key=lambda row: (row.verdict is not Verdict.DIFFERENT, -row.excess))[:count])
+        return tuple(
+            sorted(unequal, key=lambda row: (row.verdict is not Verdict.DIFFERENT, -row.excess))[
+                :count
+            ]
+        )
 
     def assert_bitwise(self) -> None:
         """Raise AssertionError, with the worst values, unless every value is bitwise equal."""
@@ -176,12 +188,20 @@ class Comparison:
             raise AssertionError("nothing was compared: the runs hold no values")
         bad = [row for row in self.rows if row.verdict not in accepted]
         if bad:
-            lines = [f"{len(bad)} of {len(self.rows)} values {complaint}; the worst:", *map(str, self.worst())]
+            lines = [
+                f"{len(bad)} of {len(self.rows)} values {complaint}; the worst:",
+                *map(str, self.worst()),
+            ]
             raise AssertionError("\n".join(lines))
 
 
 def compare(
-    stock: Any, patched: Any, *, reordered: Any = None, reruns: Sequence[Any] = (), floor: float = FLOOR
+    stock: Any,
+    patched: Any,
+    *,
+    reordered: Any = None,
+    reruns: Sequence[Any] = (),
+    floor: float = FLOOR,
 ) -> Comparison:
     """Compare a patched run with a stock one.
 
@@ -204,24 +224,38 @@ def compare(
     expected, actual = flatten(stock), flatten(patched)
     noise_runs = [flatten(run) for run in (reordered, *reruns) if run is not None]
     rows = [_row(name, leaf, actual, noise_runs, floor) for name, leaf in expected.items()]
-    rows += [make_different(name, "extra: stock has no such value") for name in actual if name not in expected]
+    rows += [
+        make_different(name, "extra: stock has no such value")
+        for name in actual
+        if name not in expected
+    ]
     return Comparison(tuple(rows))
 
 
 def _row(
-    name: str, stock: Leaf, patched: Mapping[str, Leaf], noise_runs: Sequence[Mapping[str, Leaf]], floor: float
+    name: str,
+    stock: Leaf,
+    patched: Mapping[str, Leaf],
+    noise_runs: Sequence[Mapping[str, Leaf]],
+    floor: float,
 ) -> Row:
     if name not in patched:
         return make_different(name, "missing in the patched run")
     if reason := describe_mismatch(stock, patched[name]):
         return make_different(name, reason)
     if not isinstance(stock, (torch.Tensor, numbers.Number)):
-        return Row(name, Verdict.BITWISE, note=_NOTHING if isinstance(stock, EmptyContainer) else "")
+        return Row(
+            name, Verdict.BITWISE, note=_NOTHING if isinstance(stock, EmptyContainer) else ""
+        )
     found = _measure(stock, patched[name])
     if found.first is None:  # of which noise is no part, and most values are so
         return judge_difference(name, found)
-    others = [run[name] for run in noise_runs if name in run and not describe_mismatch(stock, run[name])]
-    return judge_difference(name, found, [_measure(stock, other).max_abs for other in others], floor)
+    others = [
+        run[name] for run in noise_runs if name in run and not describe_mismatch(stock, run[name])
+    ]
+    return judge_difference(
+        name, found, [_measure(stock, other).max_abs for other in others], floor
+    )
 
 
 def _measure(a: Leaf, b: Leaf) -> Difference:

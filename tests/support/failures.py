@@ -31,7 +31,13 @@ class Fate:
         return self.kind in ("failed", "died")
 
     def take(self, kind: str, value: bytes, error: str, details: str, when: float) -> None:
-        self.kind, self.value, self.error, self.details, self.when = kind, value, error, details, when
+        self.kind, self.value, self.error, self.details, self.when = (
+            kind,
+            value,
+            error,
+            details,
+            when,
+        )
 
 
 class RankFailure(AssertionError):
@@ -49,7 +55,9 @@ class RankFailure(AssertionError):
 
 
 def _render(name: str, fates: Sequence[Fate], complaint: str) -> str:
-    bad = sorted((fate for fate in fates if fate.bad), key=lambda fate: fate.when)  # the first is often the cause
+    bad = sorted(
+        (fate for fate in fates if fate.bad), key=lambda fate: fate.when
+    )  # the first is often the cause
     hung = [fate for fate in fates if fate.running]
     if bad:
         heading = "; ".join(f"rank {fate.rank} of {len(fates)}: {fate.error}" for fate in bad)
@@ -64,7 +72,11 @@ def _render(name: str, fates: Sequence[Fate], complaint: str) -> str:
 
 def _block(fate: Fate, complaint: str) -> str:
     finished = "finished; its stacks:" if fate.details else "finished"
-    said = {"running": f"{complaint}; its stacks:", "ok": finished, "skipped": f"skipped: {fate.error}"}
+    said = {
+        "running": f"{complaint}; its stacks:",
+        "ok": finished,
+        "skipped": f"skipped: {fate.error}",
+    }
     lines = [f"-------- rank {fate.rank}: {said.get(fate.kind, fate.error)}"]
     lines += [text for text in (fate.details,) if text]
     if fate.output:

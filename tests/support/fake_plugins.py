@@ -92,19 +92,25 @@ class Site:
     def write(self, module: str, source: str) -> None:
         (self.folder / f"{module}.py").write_text(textwrap.dedent(source))
 
-    def plugin(self, name: str, *, feature: str = "", register: str = "pass", extra: str = "", **where: Any) -> None:
+    def plugin(
+        self, name: str, *, feature: str = "", register: str = "pass", extra: str = "", **where: Any
+    ) -> None:
         """Install a plugin made from the template."""
         extra = textwrap.dedent(extra)
         source = PLUGIN.format(name=name, feature=feature, register=register, extra=extra)
         self.raw(name, source, **where)
 
-    def raw(self, name: str, source: str, *, dist: str = "", version: str = "1.0", module: str = "") -> None:
+    def raw(
+        self, name: str, source: str, *, dist: str = "", version: str = "1.0", module: str = ""
+    ) -> None:
         """Install a plugin with the given source."""
         module = module or f"fake_{name}"
         self.write(module, source)
         self.announce(name, module, dist=dist or f"dist-{name}", version=version)
 
-    def announce(self, name: str, target: str, *, dist: str, version: str = "1.0", suffix: str = "dist-info") -> None:
+    def announce(
+        self, name: str, target: str, *, dist: str, version: str = "1.0", suffix: str = "dist-info"
+    ) -> None:
         """Write the metadata of a distribution; a second entry point of the same distribution is appended."""
         info = self.folder / f"{dist.replace('-', '_')}-{version}.{suffix}"
         info.mkdir(exist_ok=True)
@@ -134,7 +140,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 @pytest.fixture
 def only_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A folder of plugins, and no others."""
-    monkeypatch.setattr(plugins, "find_plugins", functools.partial(plugins.find_plugins, [str(tmp_path)]))
+    monkeypatch.setattr(
+        plugins, "find_plugins", functools.partial(plugins.find_plugins, [str(tmp_path)])
+    )
     with _on_path(tmp_path, monkeypatch) as made:
         yield made
 
@@ -158,7 +166,9 @@ def session() -> Session:
 def apply(session: Session) -> Callable[..., Report]:
     """``apply(*names, options=None, strict=None)`` in that session."""
 
-    def apply(*names: str, options: Mapping[str, Any] | None = None, strict: bool | None = None) -> Report:
+    def apply(
+        *names: str, options: Mapping[str, Any] | None = None, strict: bool | None = None
+    ) -> Report:
         return session.apply(names, options, strict)
 
     return apply

@@ -23,7 +23,9 @@ from torch.distributed import distributed_c10d
 #: Variable of a case's environment: how many threads gloo groups have that torch makes.
 THREADS: Final = "TESTS_GLOO_THREADS"
 
-_DESTROYED: Final[deque[dist.ProcessGroup]] = deque(maxlen=4)  # the oldest has idle threads when it goes
+_DESTROYED: Final[deque[dist.ProcessGroup]] = deque(
+    maxlen=4
+)  # the oldest has idle threads when it goes
 
 
 class _OneThread(type):

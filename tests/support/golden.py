@@ -18,4 +18,6 @@ def check_golden(name: str, text: str) -> None:
     if os.environ.get("GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")
     known = path.read_text(encoding="utf-8") if path.exists() else ""
-    assert text == known, f"{path.name} differs. Read the new text, then renew the file by GOLDEN=1."
+    assert text == known, (
+        f"{path.name} differs. Read the new text, then renew the file by GOLDEN=1."
+    )

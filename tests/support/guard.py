@@ -61,7 +61,9 @@ def snapshot() -> Snapshot:
     taken: Snapshot = {}
     for name, owner in _owners():
         attributes = dict(vars(owner))
-        if isinstance(owner, types.ModuleType):  # modules also hold caches and counters, which are no patches
+        if isinstance(
+            owner, types.ModuleType
+        ):  # modules also hold caches and counters, which are no patches
             attributes = {key: value for key, value in attributes.items() if callable(value)}
         taken[name] = attributes
     for module, attribute in _HOOKS:
@@ -80,7 +82,9 @@ def leftovers(before: Snapshot, after: Snapshot) -> list[str]:
     for owner, now in after.items():
         then = before.get(owner)
         if then is None:
-            found += [f"{owner}.{key} is still patched" for key, value in now.items() if _marked(value)]
+            found += [
+                f"{owner}.{key} is still patched" for key, value in now.items() if _marked(value)
+            ]
             continue
         for key in sorted((set(then) | set(now)) - _VOLATILE):
             if key not in now:
@@ -90,7 +94,9 @@ def leftovers(before: Snapshot, after: Snapshot) -> list[str]:
                 if not _is_module(owner) or _marked(now[key]):
                     found.append(f"{owner}.{key} was added: {_describe(now[key])}")
             elif then[key] is not now[key] and not _by_dynamo(now[key]):
-                found.append(f"{owner}.{key} was {_describe(then[key])} and is now {_describe(now[key])}")
+                found.append(
+                    f"{owner}.{key} was {_describe(then[key])} and is now {_describe(now[key])}"
+                )
     return found
 
 

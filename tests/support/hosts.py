@@ -40,7 +40,9 @@ _NETWORK: Final = "10.77.0"
 _BURST: Final = "256kb"
 _PORT: Final = 29400
 
-_ERROR_RATE: Final = "the rate of a link is {!r}, which tc would not understand. Write a number and a unit: 200mbit."
+_ERROR_RATE: Final = (
+    "the rate of a link is {!r}, which tc would not understand. Write a number and a unit: 200mbit."
+)
 _ERROR_HOST: Final = "there is no host {}, only hosts 0 to {}. Name one of these."
 
 
@@ -56,8 +58,12 @@ def reason_to_skip() -> str:
         return f"hosts need the commands {', '.join(missing)}"
     link = "ip link add name probe0 type veth peer name probe1"
     probe = f"{link} && tc qdisc add dev probe0 root tbf rate 1mbit burst 64kb latency 1s"
-    tried = subprocess.run(["unshare", "--net", "sh", "-c", probe], capture_output=True, text=True, check=False)
-    return f"network namespaces are forbidden here: {tried.stderr.strip()}" if tried.returncode else ""
+    tried = subprocess.run(
+        ["unshare", "--net", "sh", "-c", probe], capture_output=True, text=True, check=False
+    )
+    return (
+        f"network namespaces are forbidden here: {tried.stderr.strip()}" if tried.returncode else ""
+    )
 
 
 @contextmanager
@@ -94,9 +100,14 @@ class Cluster:
         self._switch = self._hold("ip link add bridge type bridge && ip link set bridge up")
         table = folder / "hosts"
         pairs = zip(self.addresses, self.names, strict=True)
-        table.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in pairs))
+        table.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in pairs)
+        )
         self._pids = [
-            self._hold(f"hostname {name} && mount --bind {table} /etc/hosts && mount -t tmpfs none /dev/shm")
+            self._hold(
+                f"hostname {name} && mount --bind {table} /etc/hosts && mount -t tmpfs none "
+                "/dev/shm"
+            )
             for name in self.names
         ]
         for host, pid in enumerate(self._pids):
@@ -136,17 +147,35 @@ class Cluster:
     # ---------------------------------------------------------------- programs
 
     def start(
-        self, host: int, command: str | Sequence[str], *, env: Mapping[str, str | None] | None = None
+        self,
+        host: int,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str | None] | None = None,
     ) -> subprocess.Popen[str]:
         """Start a program on a host; its output goes to files until :meth:`finish`."""
         argv = shlex.split(command) if isinstance(command, str) else list(command)
         if shutil.which(argv[0]) is None:
             argv[0] = str(Path(sys.executable).with_name(argv[0]))
-        enter = ["nsenter", "-t", str(self._pid(host)), "--net", "--uts", "--mount", f"--wd={os.getcwd()}", "--"]
+        enter = [
+            "nsenter",
+            "-t",
+            str(self._pid(host)),
+            "--net",
+            "--uts",
+            "--mount",
+            f"--wd={os.getcwd()}",
+            "--",
+        ]
         # Gloo finds its address by the host name, as on most clusters.
         environment = updated(clean(os.environ), {"GLOO_SOCKET_IFNAME": None, **(env or {})})
-        with (self._folder / f"out{host}").open("w") as out, (self._folder / f"err{host}").open("w") as err:
-            return subprocess.Popen([*enter, *argv], stdout=out, stderr=err, env=environment, text=True)
+        with (
+            (self._folder / f"out{host}").open("w") as out,
+            (self._folder / f"err{host}").open("w") as err,
+        ):
+            return subprocess.Popen(
+                [*enter, *argv], stdout=out, stderr=err, env=environment, text=True
+            )
 
     def finish(self, host: int, program: subprocess.Popen[str], deadline: float) -> Result:
         """Wait for a program until ``deadline`` by ``time.monotonic()``, and return its result."""
@@ -157,7 +186,9 @@ class Cluster:
             timed_out = True
             _kill_processes_of(self._pid(host))
             program.wait(60)
-        out, err = ((self._folder / f"{name}{host}").read_text(errors="replace") for name in ("out", "err"))
+        out, err = (
+            (self._folder / f"{name}{host}").read_text(errors="replace") for name in ("out", "err")
+        )
         return Result(tuple(map(str, program.args)), program.returncode, out, err, 0.0, timed_out)
 
     def run(
@@ -197,12 +228,20 @@ class Cluster:
         """
         counts = [per_host] * len(self._pids) if isinstance(per_host, int) else list(per_host)
         places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
-        shared = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": self.addresses[0], "MASTER_PORT": str(_PORT)}
+        shared = {
+            "WORLD_SIZE": str(len(places)),
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": str(_PORT),
+        }
         start_server(clean(os.environ))
         job = Job()
         try:
             for rank, (host, local) in enumerate(places):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(counts[host])}
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(counts[host]),
+                }
                 changes = {"GLOO_SOCKET_IFNAME": None, **shared, **own, **(env or {})}
                 job.add(self._pid(host), changes, function, args)
             yield job
@@ -220,7 +259,15 @@ class Cluster:
     def _hold(self, prepare: str) -> int:
         """Start a process that keeps new namespaces; return its id."""
         holder = subprocess.Popen(
-            ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"{prepare} && echo ready && exec sleep infinity"],
+            [
+                "unshare",
+                "--net",
+                "--uts",
+                "--mount",
+                "sh",
+                "-c",
+                f"{prepare} && echo ready && exec sleep infinity",
+            ],
             stdout=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
         )
@@ -266,12 +313,16 @@ class Job:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
 
-    def add(self, host_pid: int, env: Mapping[str, str | None], function: Callable[..., Any], args: Any) -> None:
+    def add(
+        self, host_pid: int, env: Mapping[str, str | None], function: Callable[..., Any], args: Any
+    ) -> None:
         """Start one more rank."""
         context = multiprocessing.get_context("forkserver")
         receiver, sender = context.Pipe(duplex=False)
         name = f"{function.__module__}:{function.__qualname__}"
-        process = context.Process(target=_rank_main, args=(host_pid, dict(env), name, args, sender), daemon=True)
+        process = context.Process(
+            target=_rank_main, args=(host_pid, dict(env), name, args, sender), daemon=True
+        )
         process.start()
         sender.close()
         self._processes.append(process)
@@ -302,7 +353,9 @@ class Job:
             connection.close()
 
 
-def _rank_main(host_pid: int, env: Mapping[str, str | None], name: str, args: Any, sender: Connection) -> None:
+def _rank_main(
+    host_pid: int, env: Mapping[str, str | None], name: str, args: Any, sender: Connection
+) -> None:
     """Enter a host and call a function; the main function of a rank."""
     os.environ.update({key: value for key, value in env.items() if value is not None})
     for key in [key for key, value in env.items() if value is None]:

@@ -39,7 +39,9 @@ INTERPRETING = {"TRITON_INTERPRET": "1"}
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 100) -> Any:
+def interpreted(
+    function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 100
+) -> Any:
     """Run a module-level function where kernels are interpreted, and return what it returns."""
     with tempfile.TemporaryDirectory() as folder:
         call = pickle.dumps((function.__module__, function.__qualname__, args))
@@ -47,12 +49,23 @@ def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeou
         env = {**os.environ, **INTERPRETING, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [*_server().command(world), __file__, folder]
         done = subprocess.run(
-            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+            command,
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
         )
         if _NO_SIGNATURE in done.stdout:
-            pytest.skip("Triton's interpreter asks for the signature of print, which Python 3.10 does not have")
+            pytest.skip(
+                "Triton's interpreter asks for the signature of print, which Python 3.10 does not "
+                "have"
+            )
         assert done.returncode == 0, done.stdout[-6000:]
-        results = [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world or 1)]
+        results = [
+            pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world or 1)
+        ]
         return results if world else results[0]
 
 
@@ -61,11 +74,16 @@ def _server() -> Server:
     return Server(**INTERPRETING)
 
 
-def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
+def allocate(
+    size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]
+) -> Memory:
     """Stand for :func:`ovpatch.overlap.kernels.symmetric_memory.allocate` among processes on one CPU."""
     name = group.group_name
     _allocations[name] += 1
-    rank, paths = group.rank(), [f"{_allocations[name]}-{name}-{rank}" for rank in range(group.size())]
+    rank, paths = (
+        group.rank(),
+        [f"{_allocations[name]}-{name}-{rank}" for rank in range(group.size())],
+    )
     folder = Path(os.environ["INTERPRETED_FOLDER"])
     (folder / paths[rank]).write_bytes(bytes(size))
     own = _mapped(folder / paths[rank], size)
@@ -75,7 +93,9 @@ def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Ten
     return Memory(own, [tensor.data_ptr() for tensor in mapped], mapped)
 
 
-_allocations: collections.Counter[str] = collections.Counter()  # by group, of which a rank may not be in all
+_allocations: collections.Counter[str] = (
+    collections.Counter()
+)  # by group, of which a rank may not be in all
 
 
 def _mapped(path: Path, size: int) -> Tensor:
@@ -150,7 +170,10 @@ def main(folder: str) -> None:
     rank = os.environ.get("RANK")
     if rank is not None:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(os.environ["WORLD_SIZE"])
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=int(rank),
+            world_size=int(os.environ["WORLD_SIZE"]),
         )
         torch.manual_seed(int(rank))
     result = function(*args)

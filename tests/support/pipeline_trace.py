@@ -29,8 +29,12 @@ def trace() -> dict[str, Any]:
     ovpatch.apply("pipeline")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parts = [torch.nn.Linear(8, 8) for _ in range(2)]
-    stages = [PipelineStage(part, number, 2, torch.device("cpu")) for number, part in enumerate(parts)]
-    schedule = ScheduleInterleavedZeroBubble(stages, _MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    stages = [
+        PipelineStage(part, number, 2, torch.device("cpu")) for number, part in enumerate(parts)
+    ]
+    schedule = ScheduleInterleavedZeroBubble(
+        stages, _MICROBATCHES, loss_fn=torch.nn.functional.mse_loss
+    )
     rows = torch.randn(2 * _MICROBATCHES, 8)
 
     def step() -> None:

@@ -41,7 +41,15 @@ from tests.support.environment import clean, exactly, resolve_quickly
 from tests.support.failures import Fate, RankFailure, tail
 from tests.support.worker import Case, FunctionName, Outcome, main
 
-PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "numpy", "pytest")
+PRELOAD: Final = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.optim",
+    "numpy",
+    "pytest",
+)
 
 # How long the other ranks may go on once one has failed. They mostly wait for the failed one in a collective.
 GRACE: Final = 3.0
@@ -112,13 +120,28 @@ class Pool:
                 gpu, changes = (0, sharing.environment(rank)) if self._share_gpu else (rank, {})
                 changes |= env or {}
                 port = self._store_port()
-                worker.begin(Case(self._cases, rank, world, gpu, backend, timeout, port, changes, name, arguments))
+                worker.begin(
+                    Case(
+                        self._cases,
+                        rank,
+                        world,
+                        gpu,
+                        backend,
+                        timeout,
+                        port,
+                        changes,
+                        name,
+                        arguments,
+                    )
+                )
             return self._finish(workers, name, time.monotonic() + timeout, timeout)
         except BaseException:
             self._discard()
             raise
 
-    def _finish(self, workers: Sequence[_Worker], name: FunctionName, deadline: float, timeout: float) -> list[Any]:
+    def _finish(
+        self, workers: Sequence[_Worker], name: FunctionName, deadline: float, timeout: float
+    ) -> list[Any]:
         __tracebackhide__ = True
         self._gather(workers, deadline)
         self._judge(workers, name, f"did not finish within {timeout:g} s")
@@ -151,7 +174,9 @@ class Pool:
         # A rank that has finished may be the one for whose reply the others wait.
         for worker in workers if hung else ():
             if not worker.fate.bad and stacks.ask(worker.pid):
-                worker.fate.details = stacks.of_the_case(stacks.read(worker.stack_file), worker_module)
+                worker.fate.details = stacks.of_the_case(
+                    stacks.read(worker.stack_file), worker_module
+                )
         for worker in workers:
             worker.fate.output = tail(worker.output_file)
         if not hung and not any(fate.bad for fate in fates):
@@ -160,7 +185,9 @@ class Pool:
 
     def _ready(self, world: int, *, alike: bool) -> list[_Worker]:
         """Return workers; such as have run the same cases until now, if ``alike``, as symmetric memory wants it."""
-        if any(not worker.process.is_alive() for worker in self._workers) or (alike and len(self._workers) != world):
+        if any(not worker.process.is_alive() for worker in self._workers) or (
+            alike and len(self._workers) != world
+        ):
             self._discard()
         self._folder.mkdir(exist_ok=True)
         while len(self._workers) < world:
@@ -170,7 +197,9 @@ class Pool:
     def _store_port(self) -> int:
         if self._store is None:
             patience = timedelta(seconds=60)
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience
+            )
         return int(self._store.port)
 
     def _discard(self) -> None:
@@ -200,7 +229,9 @@ class _Worker:
         self._connection, theirs = context.Pipe()
         # Not daemonic: a case may use DataLoader workers.
         self.process = context.Process(
-            target=main, args=(theirs, self.output_file, self.stack_file, dict(environment)), name=f"rank {index}"
+            target=main,
+            args=(theirs, self.output_file, self.stack_file, dict(environment)),
+            name=f"rank {index}",
         )
         self.process.start()
         theirs.close()
@@ -229,7 +260,9 @@ class _Worker:
         try:
             if self._connection.poll():
                 outcome: Outcome = wire.loads(self._connection.recv_bytes())
-                self.fate.take(outcome.kind, outcome.value, outcome.error, outcome.details, outcome.when)
+                self.fate.take(
+                    outcome.kind, outcome.value, outcome.error, outcome.details, outcome.when
+                )
                 return
         except (EOFError, OSError):
             self.process.join(60)
@@ -246,13 +279,17 @@ class _Worker:
         self.process.close()
 
     def _send(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: look() will say so
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it died: look() will say so
             self._connection.send_bytes(data)
 
     def _last_words(self) -> str:
         if not self.stack_file.exists():
             return ""
-        return stacks.of_the_case(self.stack_file.read_text(errors="replace").strip(), worker_module)
+        return stacks.of_the_case(
+            self.stack_file.read_text(errors="replace").strip(), worker_module
+        )
 
 
 def _name(function: Callable[..., Any]) -> FunctionName:

@@ -52,7 +52,9 @@ class Server:
     def __init__(self, *modules: str, **variables: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
         self._address = os.path.join(self._folder.name, "socket")
-        environment = {name: value for name, value in clean(os.environ).items() if name != "PYTHONPATH"}
+        environment = {
+            name: value for name, value in clean(os.environ).items() if name != "PYTHONPATH"
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "tests.support.preloaded_server", self._address, *modules],
             stdin=subprocess.PIPE,
@@ -62,7 +64,9 @@ class Server:
         )
         atexit.register(self.close)
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], _SECONDS)[0], "the server does not start"
+        assert select.select([self._process.stdout], [], [], _SECONDS)[0], (
+            "the server does not start"
+        )
         assert self._process.stdout.readline() == b"ready\n"
 
     def close(self) -> None:
@@ -77,7 +81,14 @@ class Server:
         Args:
             ranks: How many processes run the script, as under torchrun; 0: one, as under ``python``.
         """
-        return [sys.executable, "-I", "-S", str(HERE / "preloaded_client.py"), self._address, str(ranks)]
+        return [
+            sys.executable,
+            "-I",
+            "-S",
+            str(HERE / "preloaded_client.py"),
+            self._address,
+            str(ranks),
+        ]
 
     def torchrun(
         self,
@@ -109,7 +120,9 @@ class Server:
 
 
 def _merge_reports(folder: Path, report: Path) -> None:
-    from ovpatch.session import worker_reports  # here: in the server, which imports this module, nothing of ovpatch is
+    from ovpatch.session import (
+        worker_reports,  # here: in the server, which imports this module, nothing of ovpatch is
+    )
 
     if reports := worker_reports.read_reports(folder, "worker"):
         worker_reports.save_json(report, worker_reports.merge_reports(reports))

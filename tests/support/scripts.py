@@ -49,9 +49,15 @@ class Result:
         return self
 
     def describe(self) -> str:
-        end = f"exceeded its time ({self.seconds:.0f} s)" if self.timed_out else f"ended with {self.rc}"
+        end = (
+            f"exceeded its time ({self.seconds:.0f} s)"
+            if self.timed_out
+            else f"ended with {self.rc}"
+        )
         left = "".join(f"\nleft running: {command}" for command in self.left)
-        streams = f"\n-------- stdout:\n{self.stdout[-8000:]}\n-------- stderr:\n{self.stderr[-12000:]}"
+        streams = (
+            f"\n-------- stdout:\n{self.stdout[-8000:]}\n-------- stderr:\n{self.stderr[-12000:]}"
+        )
         return f"{' '.join(self.argv)} {end}{left}{streams}"
 
 
@@ -113,8 +119,19 @@ def torchrun(
         timeout: Seconds.
         cwd: Where to run.
     """
-    head = [str(Path(sys.executable).with_name("ovpatch")), "run", *_options(ovpatch), "--"] if ovpatch else []
-    head += [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher, *node]
+    head = (
+        [str(Path(sys.executable).with_name("ovpatch")), "run", *_options(ovpatch), "--"]
+        if ovpatch
+        else []
+    )
+    head += [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        *launcher,
+        *node,
+    ]
     return run([*head, script, *args], timeout=timeout, env=env, cwd=cwd)
 
 
@@ -154,7 +171,9 @@ class _Program:
                 start_new_session=True,
             )
         if sys.platform == "linux":
-            resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))  # an abort shall not write core files
+            resource.prlimit(
+                self._process.pid, resource.RLIMIT_CORE, (0, 0)
+            )  # an abort shall not write core files
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -180,7 +199,11 @@ class _Program:
             until(lambda pid=pid: not _runs(pid))
 
     def result(self, *, timed_out: bool) -> Result:
-        left = () if timed_out or until(lambda: not self._alive(), 10) else tuple(map(_command, self._alive()))
+        left = (
+            ()
+            if timed_out or until(lambda: not self._alive(), 10)
+            else tuple(map(_command, self._alive()))
+        )
         self.kill()
         assert self._process is not None
         return Result(
@@ -206,7 +229,9 @@ class _Program:
 
     def _alive(self) -> list[int]:
         mark = f"{_MARK}={self._mark}".encode()
-        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0") and _runs(pid)]
+        return [
+            pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0") and _runs(pid)
+        ]
 
 
 def _processes() -> list[int]:

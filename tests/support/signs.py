@@ -20,6 +20,8 @@ def await_others(sign: str) -> None:
     It asks again and again, since to wait in the store would keep this rank's other threads from it.
     """
     store = fresh_store("signs")
-    others = [f"{sign} of {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    others = [
+        f"{sign} of {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()
+    ]
     while not store.check(others):
         time.sleep(0.005)

@@ -50,10 +50,16 @@ def read(path: Path, *, within: float = 10.0) -> str:
 
 def of_the_case(text: str, worker: ModuleType) -> str:
     """Leave out what is always the same: the frames that called the case, and the worker's own thread."""
-    threads = [thread.splitlines() for thread in text.split("\n\n") if not thread.startswith("Extension modules:")]
+    threads = [
+        thread.splitlines()
+        for thread in text.split("\n\n")
+        if not thread.startswith("Extension modules:")
+    ]
     own = f" in {worker.die_with_parent.__name__}"
     kept = [
-        "\n".join(_above(lines, str(worker.__file__))) for lines in threads if not any(own in line for line in lines)
+        "\n".join(_above(lines, str(worker.__file__)))
+        for lines in threads
+        if not any(own in line for line in lines)
     ]
     return "\n\n".join(kept)
 

@@ -33,7 +33,9 @@ def _list_roots() -> list[str]:
     import ovpatch
     import ovpatch_plugins
 
-    return [f"{path}{os.sep}" for package in (ovpatch, ovpatch_plugins) for path in package.__path__]
+    return [
+        f"{path}{os.sep}" for package in (ovpatch, ovpatch_plugins) for path in package.__path__
+    ]
 
 
 class Calls:
@@ -61,7 +63,9 @@ class Calls:
             if code.co_filename.startswith(root):
                 file = os.path.relpath(code.co_filename, os.path.dirname(root.rstrip(os.sep)))
                 # Python 3.10 has no co_qualname. The line distinguishes functions of one name.
-                self.found.append((file, getattr(code, "co_qualname", code.co_name), code.co_firstlineno))
+                self.found.append(
+                    (file, getattr(code, "co_qualname", code.co_name), code.co_firstlineno)
+                )
 
 
 def _double_flags() -> None:
@@ -91,11 +95,15 @@ def trace(*features: str) -> dict[str, Any]:
     """
     import ovpatch
 
-    ovpatch.apply(*features, options={"dist_optimizer": {"min_param_numel": 1}} if len(features) > 1 else {})
+    ovpatch.apply(
+        *features, options={"dist_optimizer": {"min_param_numel": 1}} if len(features) > 1 else {}
+    )
     # torch's own FakeStore keeps nothing, and peers find each other by the store.
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     _double_flags()
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    )
     optimizer, inputs = torch.optim.AdamW(model.parameters(), 1e-3), torch.randn(4, 8)
     params = list(model.parameters())
 
@@ -116,7 +124,8 @@ def trace(*features: str) -> dict[str, Any]:
         classes = step()
     after = {feature: ovpatch.report()[feature].counters for feature in features}
     grown = {
-        feature: {name: after[feature][name] - count for name, count in before[feature].items()} for feature in features
+        feature: {name: after[feature][name] - count for name, count in before[feature].items()}
+        for feature in features
     }
     with Calls() as again:
         step()

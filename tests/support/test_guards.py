@@ -57,7 +57,18 @@ def pytest_on(tmp_path, suite, *options):
     file.write_text(suite)
     config = tmp_path / "pytest.ini"
     config.write_text("[pytest]\nmarkers =\n    gpu\n")
-    argv = [sys.executable, "-m", "pytest", "-c", config, "-rA", "-p", "tests.conftest", *options, file]
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        config,
+        "-rA",
+        "-p",
+        "tests.conftest",
+        *options,
+        file,
+    ]
     return scripts.run(argv, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
 
 
@@ -70,7 +81,10 @@ def said(tmp_path_factory):
 def test_a_test_that_leaves_a_patch_fails_by_name(said):
     assert "2 passed, 4 skipped, 1 error" in said
     assert "ERROR test_suite.py::test_that_patches" in said
-    assert "DistributedDataParallel.forward was torch.nn.parallel.distributed.DistributedDataParallel.forward" in said
+    assert (
+        "DistributedDataParallel.forward was "
+        "torch.nn.parallel.distributed.DistributedDataParallel.forward" in said
+    )
     assert "needs 64 CUDA devices, found" in said
 
 
@@ -78,10 +92,14 @@ def test_a_test_that_leaves_a_patch_fails_by_name(said):
 def test_ranks_need_one_gpu_if_they_share_it(said):
     lines = said.splitlines()
     assert [line.split()[1] for line in lines if "needs 1 CUDA device, found 0" in line] == ["[1]"]
-    assert [line.split()[1] for line in lines if "needs 64 CUDA devices, found 0" in line] == ["[3]"]
+    assert [line.split()[1] for line in lines if "needs 64 CUDA devices, found 0" in line] == [
+        "[3]"
+    ]
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2", "--dist", "loadfile")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "options", [(), ("-n", "2", "--dist", "loadfile")], ids=["one process", "two workers"]
+)
 def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path, options):
     result = pytest_on(tmp_path, HANG, "--hard-limit=1", *options)
     assert not result.timed_out

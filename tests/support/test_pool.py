@@ -56,7 +56,9 @@ def _sum_of_ranks(start, *, factor=1):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_results_come_by_rank(ranks, world):
     results = ranks(world)(_sum_of_ranks, 5, factor=2)
-    assert results == [(rank, torch.tensor([5 * world + world * (world - 1)])) for rank in range(world)]
+    assert results == [
+        (rank, torch.tensor([5 * world + world * (world - 1)])) for rank in range(world)
+    ]
 
 
 def _count_and_remark():
@@ -98,13 +100,19 @@ def _echo(value):
 
 
 def test_tensors_travel_by_value(ranks):
-    sent = {"parameter": torch.nn.Parameter(torch.ones(2)), "sparse": torch.eye(2).to_sparse(), "strings": ("a", 1.5)}
+    sent = {
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "sparse": torch.eye(2).to_sparse(),
+        "strings": ("a", 1.5),
+    }
     (result,) = ranks(1)(_echo, sent)
     assert type(result["value"]["parameter"]) is torch.Tensor
     assert torch.equal(result["value"]["parameter"], torch.ones(2))
     assert result["value"]["sparse"].layout is torch.sparse_coo
     assert result["value"]["strings"] == ("a", 1.5)
-    assert result["own"].tensor.untyped_storage().nbytes() == 8, "the whole buffer of a view travelled"
+    assert result["own"].tensor.untyped_storage().nbytes() == 8, (
+        "the whole buffer of a view travelled"
+    )
     assert torch.equal(result["own"].tensor, torch.tensor([2.0, 3.0]))
     assert (result["none"], result["bf16"].dtype) == (None, torch.bfloat16)
 
@@ -122,11 +130,25 @@ def test_tensors_travel_by_value(ranks):
         torch._neg_view(torch.ones(2)),
         torch.ones(2).to(torch.float8_e4m3fn),
     ],
-    ids=["turned", "cut out", "expanded", "empty", "bool", "scalar", "conjugate", "negative", "float8"],
+    ids=[
+        "turned",
+        "cut out",
+        "expanded",
+        "empty",
+        "bool",
+        "scalar",
+        "conjugate",
+        "negative",
+        "float8",
+    ],
 )
 def test_tensors_keep_their_type_and_layout(tensor):
     copied, found = tensor.clone(), wire.loads(wire.dumps(tensor))
-    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, copied.stride())
+    assert (found.dtype, found.shape, found.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        copied.stride(),
+    )
     assert str(found) == str(tensor), "the values"
     assert found.untyped_storage().nbytes() == copied.untyped_storage().nbytes()
     found.zero_()  # its memory is its own
@@ -141,7 +163,10 @@ def test_environment_of_a_case(ranks, monkeypatch):
     monkeypatch.setenv("OVPATCH_DDP", "0")
     monkeypatch.setenv("SET_IN_PYTEST", "1")
     seen = ranks(2)(_environment, env={"CASE_VARIABLE": "x", "OMP_NUM_THREADS": None})
-    places = [[one[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] for one in seen]
+    places = [
+        [one[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        for one in seen
+    ]
     assert places == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
     assert seen[0]["CASE_VARIABLE"] == "x"
     assert not {"OVPATCH_DDP", "SET_IN_PYTEST", "OMP_NUM_THREADS"} & set(seen[0])
@@ -277,7 +302,10 @@ def _fail_differently():
 
 def test_all_failures_are_shown_the_earliest_first(failing):
     text = str(failure(failing, 2, _fail_differently))
-    assert text.splitlines()[0] == "rank 1 of 2: OSError: mine is one; rank 0 of 2: ValueError: mine is zero"
+    assert (
+        text.splitlines()[0]
+        == "rank 1 of 2: OSError: mine is one; rank 0 of 2: ValueError: mine is zero"
+    )
     assert text.count("in _fail_differently") == 2
 
 
@@ -323,7 +351,9 @@ def _wait_in_a_collective():
 def test_a_hang_shows_the_stacks_of_all_ranks(failing):
     failing(2)(_pid)
     error = failure(failing, 2, _hang_in_python, timeout=1)
-    head, zero, one = str(error).split("-------- rank ")[0:1] + str(error).split("; its stacks:")[1:]
+    head, zero, one = (
+        str(error).split("-------- rank ")[0:1] + str(error).split("; its stacks:")[1:]
+    )
     assert head.splitlines()[0] == "rank 0, 1 of 2 did not finish within 1 s"
     assert "in _sleep_here" in zero
     assert "in _wait_in_a_collective" in one
@@ -367,7 +397,9 @@ def _leave_by_exit():
 
 
 @pytest.mark.parametrize(
-    ("function", "args"), [(_fail_on_one, (0,)), (_hang_in_python, ()), (_die, ("kill",))], ids=["raise", "hang", "die"]
+    ("function", "args"),
+    [(_fail_on_one, (0,)), (_hang_in_python, ()), (_die, ("kill",))],
+    ids=["raise", "hang", "die"],
 )
 def test_the_pool_works_again_after_a_failure(failing, function, args):
     before = failing(2)(_pid)
@@ -432,10 +464,21 @@ def _leave_patched(what):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("method", "DistributedDataParallel.forward was torch.nn.parallel.distributed.DistributedDataParallel.forward"),
-        ("inherited", "DistributedDataParallel.__call__ was added: tests.support.test_pool._patched"),
+        (
+            "method",
+            "DistributedDataParallel.forward was "
+            "torch.nn.parallel.distributed.DistributedDataParallel.forward",
+        ),
+        (
+            "inherited",
+            "DistributedDataParallel.__call__ was added: tests.support.test_pool._patched",
+        ),
         ("removed", "DistributedDataParallel.no_sync was removed"),
-        ("function", "torch.distributed.all_reduce was torch.distributed.distributed_c10d.all_reduce and is now"),
+        (
+            "function",
+            "torch.distributed.all_reduce was torch.distributed.distributed_c10d.all_reduce and is "
+            "now",
+        ),
         ("hook", "_global_optimizer_pre_hooks"),
     ],
 )
@@ -468,7 +511,8 @@ def test_workers_die_with_pytest(tmp_path):
     script = tmp_path / "hang_forever.py"
     script.write_text(HANG)
     program = subprocess.Popen(
-        [sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        [sys.executable, script, tmp_path],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )
     try:
         assert until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)

@@ -35,17 +35,33 @@ def program(tmp_path):
 
 
 def environment(**more):
-    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    kept = {
+        name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    }
     return {**kept, "MARK": "a=b\nc", **more}
 
 
 @pytest.mark.parametrize(("argument", "code"), [("0", 0), ("7", 7), ("raises", 1)])
 def test_a_program_runs_as_python_runs_it(program, tmp_path, argument, code):
-    how = {"env": environment(), "cwd": tmp_path, "input": "given", "capture_output": True, "text": True}
+    how = {
+        "env": environment(),
+        "cwd": tmp_path,
+        "input": "given",
+        "capture_output": True,
+        "text": True,
+    }
     done = subprocess.run([*preloaded(), program, argument, "-x"], timeout=60, **how)
     told, *rest = done.stdout.splitlines()
     assert (done.returncode, rest) == (code, ["at exit"]), done.stderr
-    assert json.loads(told) == [[argument, "-x"], str(tmp_path), "a=b\nc", None, True, True, "given"]
+    assert json.loads(told) == [
+        [argument, "-x"],
+        str(tmp_path),
+        "a=b\nc",
+        None,
+        True,
+        True,
+        "given",
+    ]
     assert ("ValueError: lost" in done.stderr) == (argument == "raises")
 
 
@@ -53,11 +69,15 @@ def test_a_program_runs_as_python_runs_it(program, tmp_path, argument, code):
 def test_ranks_are_found_by_their_environment_and_end_with_the_command(program, tmp_path, number):
     mark = f"it is {tmp_path}"
     with (tmp_path / "out").open("w") as out:
-        command = subprocess.Popen([*preloaded(ranks=2), program, "waits"], env=environment(MARK=mark), stdout=out)
+        command = subprocess.Popen(
+            [*preloaded(ranks=2), program, "waits"], env=environment(MARK=mark), stdout=out
+        )
     assert until(lambda: (tmp_path / "out").read_text().count("\n") == 2)
     told = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert sorted(rank for _, _, _, rank, *_ in told) == ["0", "1"]
-    assert len(find_processes(f"MARK={mark}")) == 4, "the command, who waits for the ranks, and these"
+    assert len(find_processes(f"MARK={mark}")) == 4, (
+        "the command, who waits for the ranks, and these"
+    )
     command.send_signal(number)
     assert command.wait(60) == -number
     assert until(lambda: not find_processes(f"MARK={mark}"))
@@ -93,7 +113,9 @@ def test_ranks_are_as_under_torchrun_and_one_that_fails_ends_the_others(torchrun
     monkeypatch.setenv("OVPATCH", "nonsense")
     result = torchrun("a", "fail", env={"OVPATCH": "0"})
     said = [f"__main__ {rank} 2 True {rank}: 2 ['a', 'fail'] 0" for rank in (0, 1)]
-    assert sorted(line for line in result.stdout.splitlines() if line.startswith("__main__")) == said
+    assert (
+        sorted(line for line in result.stdout.splitlines() if line.startswith("__main__")) == said
+    )
     assert (result.rc, result.timed_out, result.left) == (1, False, ())
     assert "ValueError: lost" in result.stderr
 

@@ -18,7 +18,11 @@ def test_result_of_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("OVPATCH", "0")
     monkeypatch.setenv("KEPT", "1")
     code = "import os, sys; print(os.getcwd(), sorted(set(os.environ) & {'OVPATCH', 'KEPT', 'A', 'HOME'}));"
-    result = python(code + "sys.stderr.write('problem'); sys.exit(3)", env={"A": "b", "HOME": None}, cwd=tmp_path)
+    result = python(
+        code + "sys.stderr.write('problem'); sys.exit(3)",
+        env={"A": "b", "HOME": None},
+        cwd=tmp_path,
+    )
     assert (result.rc, result.timed_out, result.left) == (3, False, ())
     assert result.stdout == f"{tmp_path} ['A', 'KEPT']\n"
     assert result.stderr == "problem"
@@ -50,7 +54,11 @@ parent_hangs_here()
 
 def test_a_time_out_shows_the_stacks_of_all_processes_and_kills_them(tmp_path):
     for timeout in (1.5, 6, 24):  # a busy machine may not have come that far
-        result = python(HANG_WITH_CHILD, timeout=timeout, env={"HANG_TEST": str(tmp_path), "PYTHONUNBUFFERED": "1"})
+        result = python(
+            HANG_WITH_CHILD,
+            timeout=timeout,
+            env={"HANG_TEST": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+        )
         if all(f"in {who}_hangs_here" in result.stderr for who in ("child", "parent", "thread")):
             break
     assert result.timed_out
@@ -82,5 +90,7 @@ def test_what_a_program_leaves_running_is_named_and_killed(tmp_path):
 
 def _with_variable(text):
     return [
-        pid for pid in scripts._processes() if text.encode() in scripts._read(pid, "environ") and pid != os.getpid()
+        pid
+        for pid in scripts._processes()
+        if text.encode() in scripts._read(pid, "environ") and pid != os.getpid()
     ]

@@ -23,7 +23,9 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
     paths = [Path(folder[0], str(rank)) for rank in range(group.size())]
     paths[group.rank()].write_bytes(b"\xff" * size)
     dist.barrier(group)
-    ranks: list[Tensor] = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
+    ranks: list[Tensor] = [
+        torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths
+    ]
     dist.barrier(group)
     os.unlink(paths[group.rank()])
     return Window(ranks, lambda stream: dist.barrier(group), copy, driver=HostDriver())

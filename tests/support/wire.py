@@ -41,14 +41,21 @@ class _Pickler(pickle.Pickler):
 
 def _make_plain(tensor: torch.Tensor) -> torch.Tensor:
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
-        raise TypeError("a DTensor cannot leave its process group; return .full_tensor() or .to_local()")
+        raise TypeError(
+            "a DTensor cannot leave its process group; return .full_tensor() or .to_local()"
+        )
     plain = tensor.detach().to("cpu").clone()
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether its memory holds its elements, once each, and nothing else, as that of most clones does."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _PLAIN or tensor.is_neg() or tensor.storage_offset():
+    if (
+        tensor.layout is not torch.strided
+        or tensor.dtype not in _PLAIN
+        or tensor.is_neg()
+        or tensor.storage_offset()
+    ):
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
@@ -59,7 +66,9 @@ def _read(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), memory
 
 
-def _rebuild(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], memory: bytes) -> torch.Tensor:
+def _rebuild(
+    dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], memory: bytes
+) -> torch.Tensor:
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     ctypes.memmove(tensor.data_ptr(), memory, len(memory))
     return tensor

@@ -77,7 +77,9 @@ class Outcome:
     when: float = field(default_factory=time.monotonic)
 
 
-def main(connection: Connection, output: Path, stack_file: Path, environment: Mapping[str, str]) -> None:
+def main(
+    connection: Connection, output: Path, stack_file: Path, environment: Mapping[str, str]
+) -> None:
     """Run cases until the pool hangs up."""
     _settle_process(output, environment)
     finalizers.install()
@@ -213,7 +215,11 @@ def _one_line(error: BaseException) -> str:
 def _traceback(error: BaseException) -> str:
     here = Path(__file__).name
     frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename.endswith(here):
+    while (
+        frames is not None
+        and frames.tb_next is not None
+        and frames.tb_frame.f_code.co_filename.endswith(here)
+    ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     # Here nothing rewrites assertions; the variables around a bare one are the next best thing.

@@ -44,7 +44,9 @@ def outcome(pool: Pool, name: str, device: str, arm: str, *, timeout: float) -> 
             THREADS: "2",  # stock's number, which one of the tests asks for
         }
         try:
-            skips = pool(2)(run_test, name, device, arm, folder, timeout=timeout, backend=None, env=environment)
+            skips = pool(2)(
+                run_test, name, device, arm, folder, timeout=timeout, backend=None, env=environment
+            )
         except RankFailure as failure:
             kind, why = "failed", str(failure)
         else:
@@ -53,7 +55,9 @@ def outcome(pool: Pool, name: str, device: str, arm: str, *, timeout: float) -> 
     return {"outcome": kind, "why": why, "seconds": round(time.monotonic() - began, 2)}
 
 
-def run(pool: Pool, chosen: Iterable[str], arms: Sequence[str], *, timeout: float) -> dict[str, dict[str, Result]]:
+def run(
+    pool: Pool, chosen: Iterable[str], arms: Sequence[str], *, timeout: float
+) -> dict[str, dict[str, Result]]:
     """Run tests as they are, and those that skip themselves once more on the CPU.
 
     A test that does not pass stock is not run patched.
@@ -84,14 +88,22 @@ def worse(results: dict[str, dict[str, Result]]) -> list[tuple[str, str]]:
 
 def _show(key: str, arm: str, result: Result) -> None:
     if result["outcome"] != "passed":
-        print(f"{result['outcome']}: {key} [{arm}] {result['why'].splitlines()[0][:200]}", flush=True)
+        print(
+            f"{result['outcome']}: {key} [{arm}] {result['why'].splitlines()[0][:200]}", flush=True
+        )
 
 
 def main() -> int:
     """Run, write the results, and list what fails patched alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="words of which names have one")
-    parser.add_argument("--variants", nargs="+", default=[arm for arm in ARMS if arm != "stock"], choices=list(ARMS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="words of which names have one"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", default=[arm for arm in ARMS if arm != "stock"], choices=list(ARMS)
+    )
     parser.add_argument("--timeout", type=float, default=40, help="seconds a test may take")
     parser.add_argument("--json", type=Path, help="where the results go")
     options = parser.parse_args()
@@ -103,12 +115,20 @@ def main() -> int:
     finally:
         pool.close()
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "tests": results}, indent=1), encoding="utf-8")
+        options.json.write_text(
+            json.dumps({"torch": torch.__version__, "tests": results}, indent=1), encoding="utf-8"
+        )
     passed = sum(by_arm["stock"]["outcome"] == "passed" for by_arm in results.values())
     failures = worse(results)
     unexpected = [one for one in failures if one[0] not in REASONS]
-    print(f"{passed} tests pass stock, {len({name for name, _ in failures})} of them fail patched; ", end="")
-    print(f"{len(unexpected)} failures without a reason in docs/compatibility.md; {time.monotonic() - began:.0f} s")
+    print(
+        f"{passed} tests pass stock, {len({name for name, _ in failures})} of them fail patched; ",
+        end="",
+    )
+    print(
+        f"{len(unexpected)} failures without a reason in docs/compatibility.md; "
+        f"{time.monotonic() - began:.0f} s"
+    )
     for key, arm in unexpected:
         print(f"  {key} [{arm}]")
     return 1 if unexpected else 0

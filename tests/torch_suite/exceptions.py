@@ -19,7 +19,9 @@ GOES_ON: Final = (
     "backward."
 )
 
-C_LOGGER: Final = "The test hands the wrapper's logger to a C++ function that accepts torch's C++ logger only."
+C_LOGGER: Final = (
+    "The test hands the wrapper's logger to a C++ function that accepts torch's C++ logger only."
+)
 
 NO_TIMES: Final = (
     "The data that _get_ddp_logging_data() returns has the fields of the construction, the buckets "

@@ -20,14 +20,18 @@ _PLACES = ("device_ids", "output_device")
 def rewritten(source: str, filename: str) -> ast.Module:
     """Return the module of a source text with the device made CPU."""
     tree = _OnCpu().visit(ast.parse(source, filename))
-    head = ast.parse("from tests.torch_suite.on_cpu import cuda as _cuda, cpu as _cpu, gpus as _gpus")
+    head = ast.parse(
+        "from tests.torch_suite.on_cpu import cuda as _cuda, cpu as _cpu, gpus as _gpus"
+    )
     at = next(i for i, node in enumerate(tree.body) if not _must_come_first(node))
     tree.body[at:at] = head.body
     return ast.fix_missing_locations(tree)
 
 
 def _must_come_first(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+    return isinstance(node, ast.Expr) or (
+        isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    )
 
 
 def cpu(device: Any = None, *_more: Any) -> Any:
@@ -107,7 +111,11 @@ class _OnCpu(ast.NodeTransformer):
                 called.attr, node.args, node.keywords = "cpu", [], []
             elif called.attr == "to" and node.args:
                 node.args[0] = _call("_cpu", node.args[0])
-            elif called.attr == "device" and isinstance(called.value, ast.Name) and called.value.id == "torch":
+            elif (
+                called.attr == "device"
+                and isinstance(called.value, ast.Name)
+                and called.value.id == "torch"
+            ):
                 node.args = [_call("_cpu", *node.args)] if node.args else []
         return node
 
@@ -118,5 +126,11 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 
 def _skips(decorator: ast.expr) -> bool:
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+    name = (
+        called.attr
+        if isinstance(called, ast.Attribute)
+        else called.id
+        if isinstance(called, ast.Name)
+        else ""
+    )
     return name.startswith(_SKIPPING)

@@ -29,7 +29,15 @@ ARMS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Features that are applied around a test, by the name of the arm."""
 
-_WORDS: Final = ("DistributedDataParallel", "ZeroRedundancyOptimizer", "DDP", "ddp", "Join", "no_sync", "optimizer")
+_WORDS: Final = (
+    "DistributedDataParallel",
+    "ZeroRedundancyOptimizer",
+    "DDP",
+    "ddp",
+    "Join",
+    "no_sync",
+    "optimizer",
+)
 
 
 def texts() -> dict[str, str]:
@@ -37,7 +45,9 @@ def texts() -> dict[str, str]:
     path = _path()
     source = path.read_text(encoding="utf-8")
     outer = next(
-        one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == "DistributedTest"
+        one
+        for one in ast.parse(source).body
+        if isinstance(one, ast.ClassDef) and one.name == "DistributedTest"
     )
     base = next(one for one in outer.body if isinstance(one, ast.ClassDef))
     lines = source.splitlines()
@@ -51,11 +61,14 @@ def texts() -> dict[str, str]:
 def names() -> list[str]:
     """Return the tests whose text, or whose helper's, has to do with what we patch."""
     by_name = texts()
-    helpers = {name for name, text in by_name.items() if not name.startswith("test_") and _concerns(text)}
+    helpers = {
+        name for name, text in by_name.items() if not name.startswith("test_") and _concerns(text)
+    }
     return [
         name
         for name, text in by_name.items()
-        if name.startswith("test_") and (_concerns(text) or any(f"self.{helper}(" in text for helper in helpers))
+        if name.startswith("test_")
+        and (_concerns(text) or any(f"self.{helper}(" in text for helper in helpers))
     ]
 
 
@@ -83,7 +96,10 @@ def _suite(device: str) -> Any:
         module.__file__ = str(path)
         sys.modules[name] = module
         # A rewritten text of torch's own: it has the same right to run as what importing the module runs.
-        exec(compile(rewritten(path.read_text(encoding="utf-8"), str(path)), str(path), "exec"), vars(module))
+        exec(
+            compile(rewritten(path.read_text(encoding="utf-8"), str(path)), str(path), "exec"),
+            vars(module),
+        )
     tests = type("Suite", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
     return module, tests
 
@@ -113,7 +129,9 @@ def run_test(name: str, device: str, arm: str, folder: str) -> str:
             init_method=one.init_method,
             world_size=int(os.environ["WORLD_SIZE"]),
             rank=one.rank,
-            timeout=timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)),
+            timeout=timedelta(
+                seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)
+            ),
         )
         one._barrier()
         why = ""

@@ -47,7 +47,10 @@ def test_the_device_becomes_the_cpu():
         "    return DDP(x, device_ids=[0], output_device=0), torch.device('cuda:0'), "
         "torch.device('meta')\n"
     )
-    space: dict[str, object] = {"kept": lambda function: function, "DDP": lambda x, **places: (x, places)}
+    space: dict[str, object] = {
+        "kept": lambda function: function,
+        "DDP": lambda x, **places: (x, places),
+    }
     exec(compile(on_cpu.rewritten(source, "source"), "source", "exec"), space)
     self = type("Self", (), {"rank": 1})()
     (x, places), first, second = space["test"](self)  # type: ignore[operator]
@@ -58,5 +61,9 @@ def test_the_device_becomes_the_cpu():
 
 def test_what_passes_stock_alone_is_found():
     passed, failed = {"outcome": "passed"}, {"outcome": "failed"}
-    results = {"a": {"stock": passed, "ddp": failed}, "b": {"stock": failed}, "c": {"stock": passed, "ddp": passed}}
+    results = {
+        "a": {"stock": passed, "ddp": failed},
+        "b": {"stock": failed},
+        "c": {"stock": passed, "ddp": passed},
+    }
     assert worse(results) == [("a", "ddp")]

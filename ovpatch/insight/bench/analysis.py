@@ -67,7 +67,9 @@ def compute_spread(times: Sequence[float]) -> Spread:
     """Return the distribution of one or more times."""
     if not times:
         raise ValueError("no times have no spread: give one or more")
-    return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
+    return Spread(
+        median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times)
+    )
 
 
 def compute_quantile(values: Sequence[float], share: float) -> float:
@@ -82,7 +84,10 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
     """Judge the second kind of run, a pair at each index, by step times; see [Note: when a difference is one]."""
     if not first or len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} runs make no pairs: give one or more of each, and as many")
+        raise ValueError(
+            f"{len(first)} and {len(second)} runs make no pairs: give one or more of each, and as "
+            "many"
+        )
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
         low, high = compute_interval(first, second, 0.99)
@@ -108,7 +113,9 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     if not has_agreed and abs(ratio - 1) > threshold:
         rule = "pairs disagree on which is faster"
     is_claimed = has_agreed and abs(ratio - 1) > threshold
-    return Judgement(_choose_verdict(ratio, is_claimed, threshold), ratio, pairs, noise, threshold, rule)
+    return Judgement(
+        _choose_verdict(ratio, is_claimed, threshold), ratio, pairs, noise, threshold, rule
+    )
 
 
 def _times(factor: float) -> str:
@@ -133,7 +140,10 @@ def compute_interval(
     """Return the bootstrap interval of the median ratio over pairs; slow steps come in groups, so blocks are drawn."""
     chance = random.Random(0)  # deterministic
     ratios = [
-        median(_resampled(a, chance) / _resampled(b, chance) for a, b in zip(first, second, strict=True))
+        median(
+            _resampled(a, chance) / _resampled(b, chance)
+            for a, b in zip(first, second, strict=True)
+        )
         for _ in range(_RESAMPLES)
     ]
     return compute_quantile(ratios, (1 - level) / 2), compute_quantile(ratios, (1 + level) / 2)
@@ -191,7 +201,11 @@ def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, st
         return None, f"the peak of {device} is not known. Give --peak-tflops"
     if half < _MOSTLY * total:
         most = max(flops, key=lambda dtype: flops[dtype])
-        return None, f"the step computes mostly in {most}; the peak that is known is for bf16. Give --peak-tflops"
+        return (
+            None,
+            f"the step computes mostly in {most}; the peak that is known is for bf16. Give "
+            "--peak-tflops",
+        )
     return known, ""
 
 
@@ -268,14 +282,21 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
                 tokens_per_second=_per_second(tokens, ms),
                 tflops=rate / 1e12 if rate else None,
                 mfu=rate * useful / peak if rate and useful and peak else None,
-                memory={name: int(median(run.memory[name] for run in measured)) for name in measured[0].memory},
+                memory={
+                    name: int(median(run.memory[name] for run in measured))
+                    for name in measured[0].memory
+                },
             )
         )
     return BenchFigures(
         rows=rows,
         judgement=_judge(runs, STOCK),
         against={kind: _judge(runs, kind) for kind in runs.kinds if kind in PEERS},
-        parts={kind.removeprefix("without-"): _judge(runs, kind) for kind in runs.kinds if kind.startswith("without-")},
+        parts={
+            kind.removeprefix("without-"): _judge(runs, kind)
+            for kind in runs.kinds
+            if kind.startswith("without-")
+        },
         samples=samples,
         tokens=tokens,
         no_tflops=first.flops_reason,
@@ -285,7 +306,8 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
 
 def _judge(runs: BenchRuns, kind: str) -> Judgement:
     return judge_runs(
-        [run.times for run in runs.list_measured(kind)], [run.times for run in runs.list_measured(PATCHED)]
+        [run.times for run in runs.list_measured(kind)],
+        [run.times for run in runs.list_measured(PATCHED)],
     )
 
 
@@ -315,8 +337,14 @@ def format_judgement(judgement: Judgement) -> str:
         return _describe_unclear(judgement)
     # A ratio of 0.8 reads as 1.25 times slower; the pairs are inverted with it.
     slower = judgement.verdict == SLOWER
-    ratio, *pairs = [1 / value if slower else value for value in (judgement.ratio, *judgement.pairs)]
-    said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
+    ratio, *pairs = [
+        1 / value if slower else value for value in (judgement.ratio, *judgement.pairs)
+    ]
+    said = (
+        f"{SAME} (ratio {ratio:.3f}, "
+        if judgement.verdict == SAME
+        else f"{ratio:.3f}x {judgement.verdict} ("
+    )
     if judgement.noise is not None:
         return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {judgement.rule})"
     low, high = sorted(1 / end if slower else end for end in judgement.interval or ())
@@ -334,7 +362,12 @@ def _describe_unclear(judgement: Judgement) -> str:
 
 
 def format_report(
-    plan: BenchPlan, runs: BenchRuns, figures: BenchFigures, *, colour: bool = False, width: int | None = None
+    plan: BenchPlan,
+    runs: BenchRuns,
+    figures: BenchFigures,
+    *,
+    colour: bool = False,
+    width: int | None = None,
 ) -> str:
     """Return the report below the verdict, as wide as the terminal by default."""
     columns = [(head, cell) for head, cell in _columns(figures) if any(map(cell, figures.rows))]
@@ -345,7 +378,10 @@ def format_report(
         parts += [_pairs(runs, figures), _features(runs, figures)]
     else:
         parts.append(_reasons(runs))
-    parts += [f"Against {name}: patched is {format_judgement(found)}" for name, found in figures.against.items()]
+    parts += [
+        f"Against {name}: patched is {format_judgement(found)}"
+        for name, found in figures.against.items()
+    ]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
     return "\n\n".join([*parts, "\n".join(f"- {remark}" for remark in remarks)])
 
@@ -362,7 +398,10 @@ def _columns(figures: BenchFigures) -> list[tuple[str, Callable[[ArmRow], str]]]
         ("tokens/s", lambda row: format_number(row.tokens_per_second)),
         ("TFLOP/s", lambda row: format_number(row.tflops)),
         ("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
-        *((f"{kind} GiB", lambda row, kind=kind: f"{row.memory[kind] / 2**30:.2f}") for kind in kinds),
+        *(
+            (f"{kind} GiB", lambda row, kind=kind: f"{row.memory[kind] / 2**30:.2f}")
+            for kind in kinds
+        ),
     ]
 
 
@@ -375,10 +414,14 @@ def format_number(value: float | None) -> str:
 
 def _pairs(runs: BenchRuns, figures: BenchFigures) -> str:
     lines = ["Pairs (median of a step, stock / patched = ratio):"]
-    for place, (a, b) in enumerate(zip(runs.list_measured(STOCK), runs.list_measured(PATCHED), strict=True)):
+    for place, (a, b) in enumerate(
+        zip(runs.list_measured(STOCK), runs.list_measured(PATCHED), strict=True)
+    ):
         order = "stock first" if place % 2 == 0 else "patched first"
         times = f"{format_number(median(a.times))} / {format_number(median(b.times))} ms"
-        lines.append(f"  round {place + 1}, {order}: {times} = {figures.judgement.pairs[place]:.3f}")
+        lines.append(
+            f"  round {place + 1}, {order}: {times} = {figures.judgement.pairs[place]:.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -388,7 +431,9 @@ def _features(runs: BenchRuns, figures: BenchFigures) -> str:
     if not figures.parts:
         return f"{', '.join(runs.exercised)} did something; --leave-one-out tells each one's part."
     lines = ["Each feature's part (patched against patched without it):"]
-    return "\n".join([*lines, *(f"  {name}: {format_judgement(part)}" for name, part in figures.parts.items())])
+    return "\n".join(
+        [*lines, *(f"  {name}: {format_judgement(part)}" for name, part in figures.parts.items())]
+    )
 
 
 def _reasons(runs: BenchRuns) -> str:
@@ -406,14 +451,22 @@ def _environment(plan: BenchPlan, runs: BenchRuns) -> str:
     ranks = f"{first.world} rank{'s' if first.world > 1 else ''}"
     length = f"{plan.steps} steps after {plan.warmup} of warm-up"
     rounds = max(run.round for run in runs.done)
-    order = f"{rounds} rounds ({', '.join(('A B', 'B A')[n % 2] for n in range(rounds))})" if rounds > 1 else "1 round"
+    order = (
+        f"{rounds} rounds ({', '.join(('A B', 'B A')[n % 2] for n in range(rounds))})"
+        if rounds > 1
+        else "1 round"
+    )
     return f"{ranks} on {', '.join(first.devices)}; torch {first.torch}; {length}; {order}"
 
 
 def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
     first = runs.done[0].measured
     seen = sorted({clock for run in runs.done for clock in run.measured.clocks_mhz})
-    clocks = f" ({' to '.join(map(str, dict.fromkeys((seen[0], seen[-1]))))} MHz at the end of a run)" if seen else ""
+    clocks = (
+        f" ({' to '.join(map(str, dict.fromkeys((seen[0], seen[-1]))))} MHz at the end of a run)"
+        if seen
+        else ""
+    )
     # A CPU has no clock that a bench could fix.
     device = f"; device clocks are left as they are{clocks}" if has_gpu(first) else ""
     yield f"times by {first.clock}; of each step the slowest rank counts{device}"

@@ -87,7 +87,9 @@ class PeakMemory:
                 "allocated": torch.cuda.max_memory_allocated(self._device),
                 "reserved": torch.cuda.max_memory_reserved(self._device),
             }
-        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # it is in KiB
+        return {
+            "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        }  # it is in KiB
 
 
 def choose_device(device: torch.device) -> torch.device:
@@ -103,7 +105,9 @@ def has_fsdp2_module() -> bool:
     base = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not isinstance(base, type):
         return False
-    return any(issubclass(type(part), base) for root in find_root_modules() for part in root.modules())
+    return any(
+        issubclass(type(part), base) for root in find_root_modules() for part in root.modules()
+    )
 
 
 def get_device_name(device: torch.device) -> str:
@@ -164,7 +168,11 @@ class _Worker:
     def _warm(self, number: int) -> None:
         # At the end the script may have destroyed its group and optimizer.
         if self._pid != os.getpid():
-            self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
+            self._pid, self._rank, self._world = (
+                os.getpid(),
+                steps.get_rank(),
+                steps.get_world_size(),
+            )
             self._device = choose_device(self._steps.find_device())
             self._has_fsdp2 = has_fsdp2_module()
         left = self._warmup - number
@@ -187,7 +195,9 @@ class _Worker:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            worker_reports.save_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
+            worker_reports.save_json(
+                self._directory / f"bench-{os.getpid()}.json", self._collect_results()
+            )
 
     def _collect_results(self) -> dict[str, Any]:
         return {
@@ -247,7 +257,9 @@ class FlopCount:
             mode.error = "the script changes dispatch modes, or threads, within a step"
         else:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # inherited, as in start()
-        self.reason = mode.error or ("" if self.by_dtype else "nothing in a step is a product that torch can count")
+        self.reason = mode.error or (
+            "" if self.by_dtype else "nothing in a step is a product that torch can count"
+        )
         if is_compiling():
             self.reason = COMPILED
 
@@ -292,7 +304,11 @@ class _Counting(TorchDispatchMode):
         self.error = ""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # Fake tensors only work out a shape, and compute nothing.
         if any(issubclass(kind, FakeTensor) for kind in types):
@@ -339,7 +355,9 @@ def _dispatches(kind: type) -> bool:
 
 def _dtype(args: Sequence[Any]) -> str:
     """Return the dtype of an operator: that of its last tensor, since addmm's first is the bias."""
-    dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point]
+    dtypes = [
+        arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point
+    ]
     return str(dtypes[-1]).removeprefix("torch.") if dtypes else "unknown"
 
 
@@ -377,7 +395,12 @@ class BatchCounter:
         # The compiler would trace a hook into compiled code.
         elif not is_compiling():
             self._install_hooks(
-                [child for module in self._modules for child in module.children() if _has_trainable(child)]
+                [
+                    child
+                    for module in self._modules
+                    for child in module.children()
+                    if _has_trainable(child)
+                ]
             )
         self._first, self._now = None, [0, 0, 0]
 
@@ -387,32 +410,47 @@ class BatchCounter:
         _watching = None
         self._install_hooks([])
 
-    def count_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def count_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Count one call of a candidate."""
         if self._first is None:
             self._first, self._name = id(module), type(module).__name__
         if self._first != id(module):
             return
         samples, tokens = measure_batch(args, kwargs)
-        self._now = [total + more for total, more in zip(self._now, (samples, tokens, 1), strict=True)]
+        self._now = [
+            total + more for total, more in zip(self._now, (samples, tokens, 1), strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the means over the counted steps, and the module; ``samples`` and ``tokens`` are None if unknown."""
         count = len(self._seen)
         totals = [sum(column) for column in zip(*self._seen, strict=True)] or [0, 0, 0]
         samples, tokens, calls = [total / max(count, 1) for total in totals]
-        return {"samples": samples or None, "tokens": tokens or None, "calls": calls, "module": self._name}
+        return {
+            "samples": samples or None,
+            "tokens": tokens or None,
+            "calls": calls,
+            "module": self._name,
+        }
 
     def _install_hooks(self, modules: list[nn.Module]) -> None:
         for handle in self._handles:
             handle.remove()
         self._modules = [module for module in modules if _is_hookable(module)]
-        self._handles = [module.register_forward_pre_hook(_called, with_kwargs=True) for module in self._modules]
+        self._handles = [
+            module.register_forward_pre_hook(_called, with_kwargs=True) for module in self._modules
+        ]
 
 
 def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The hook; a module-level function, so that a model with it can still be copied and pickled."""
-    if _watching is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+    if (
+        _watching is not None
+        and torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+    ):
         _watching.count_call(module, args, kwargs)
 
 
@@ -438,10 +476,17 @@ def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int
     dimensions, they are tokens.
     """
     tensors = list(_named_tensors("", (args, kwargs)))
-    first = next((tensor for name, tensor in tensors if name == "input_ids"), tensors[0][1] if tensors else None)
+    first = next(
+        (tensor for name, tensor in tensors if name == "input_ids"),
+        tensors[0][1] if tensors else None,
+    )
     if first is None or first.dim() == 0:
         return 0, 0
-    is_integer = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
+    is_integer = (
+        not first.dtype.is_floating_point
+        and not first.dtype.is_complex
+        and first.dtype is not torch.bool
+    )
     return first.shape[0], first.numel() if is_integer and first.dim() == 2 else 0
 
 

@@ -91,7 +91,9 @@ def read_measured(folder: Path) -> Measured:
         times=max_over_ranks([rank[column] for rank in ranks]),
         taken=min(rank["steps"] for rank in ranks),
         clock=clocks.pop() if len(clocks) == 1 else "host clock",
-        memory={kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]},
+        memory={
+            kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]
+        },
         samples=None if missing else _sum([rank["batch"]["samples"] for rank in ranks]),
         tokens=None if missing else _sum([rank["batch"]["tokens"] for rank in ranks]),
         batches=(first["batch"]["calls"], first["batch"]["module"]),
@@ -134,7 +136,10 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
     if reasons or not counted:
         return {}, next(iter(reasons), "they are counted in the first stock run only")
     dtypes = dict.fromkeys(dtype for rank in counted for dtype in rank["by_dtype"])
-    return {dtype: sum(rank["by_dtype"].get(dtype, 0) for rank in counted) / len(counted) for dtype in dtypes}, ""
+    return {
+        dtype: sum(rank["by_dtype"].get(dtype, 0) for rank in counted) / len(counted)
+        for dtype in dtypes
+    }, ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,9 @@ class BenchRuns:
 
     def list_measured(self, kind: str) -> list[Measured]:
         """Return the measurements of one kind, by rounds."""
-        return [run.measured for run in sorted(self.done, key=lambda run: run.round) if run.kind == kind]
+        return [
+            run.measured for run in sorted(self.done, key=lambda run: run.round) if run.kind == kind
+        ]
 
     @property
     def kinds(self) -> list[str]:
@@ -214,7 +221,9 @@ class Progress:
         self._plan, self._name = plan, ""
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         console, on_terminal = Console(stderr=True), sys.stderr.isatty()
-        self.bar = rich_progress.Progress(*columns, console=console, transient=True, disable=not on_terminal)
+        self.bar = rich_progress.Progress(
+            *columns, console=console, transient=True, disable=not on_terminal
+        )
         self._task = self.bar.add_task("", total=plan.warmup + plan.steps)
 
     def start_run(self, kind: str, round: int) -> None:
@@ -265,7 +274,9 @@ class _Rounds:
     def run_all(self) -> BenchRuns:
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if load > cores / 2:  # the most common cause of noise
-            self._runs.notes.append(f"the host was busy before the first run: load {load:.1f} on {cores} cores")
+            self._runs.notes.append(
+                f"the host was busy before the first run: load {load:.1f} on {cores} cores"
+            )
         self._first_round()
         if not self._runs.exercised:
             return self._runs
@@ -282,7 +293,9 @@ class _Rounds:
         self._runs.exercised, self._runs.report = outcome.exercised, outcome.report
         if self._plan.leave_one_out is False:
             return
-        for variant in variants.leave_one_out(self._kinds[PATCHED], outcome.exercised, outcome.requires).values():
+        for variant in variants.leave_one_out(
+            self._kinds[PATCHED], outcome.exercised, outcome.requires
+        ).values():
             self._kinds[variant.name] = variant
             self._run(variant.name, 1)
 
@@ -307,19 +320,29 @@ class _Rounds:
             self._run(STOCK, 1, counting)
         except FailedError as error:
             counted = range(max(self._plan.warmup - 3, 1), self._plan.warmup)
-            if not error.outcome.code or variants.read_slowest_step(error.outcome.folder) not in counted:
+            if (
+                not error.outcome.code
+                or variants.read_slowest_step(error.outcome.folder) not in counted
+            ):
                 raise
             self._run(STOCK, 1, name="stock-1-uncounted")
             run = self._runs.done.pop()
             why = "the script failed while its operations were counted, and did not without that"
             self._runs.done.append(replace(run, measured=replace(run.measured, flops_reason=why)))
 
-    def _run(self, kind: str, number: int, variant: Variant | None = None, name: str | None = None) -> Outcome:
+    def _run(
+        self, kind: str, number: int, variant: Variant | None = None, name: str | None = None
+    ) -> Outcome:
         variant = replace(variant or self._kinds[kind], name=name or f"{kind}-{number}")
         plan = self._plan
         self._progress.start_run(kind, number)
         outcome = variants.run_variant(
-            variant, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.show_step
+            variant,
+            plan.command,
+            WORKER,
+            plan.out,
+            timeout=plan.timeout,
+            progress=self._progress.show_step,
         )
         measured = read_measured(outcome.folder)
         if outcome.interrupted:
@@ -328,14 +351,17 @@ class _Rounds:
             raise FailedError(f"{variant.name}: {problem}", kind, outcome)
         self._runs.done.append(BenchRun(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
-            self._runs.notes.append(f"{variant.name}: the script ended after {measured.taken} steps")
+            self._runs.notes.append(
+                f"{variant.name}: the script ended after {measured.taken} steps"
+            )
         node = variants.describe_node(outcome.folder)
         if node and node not in self._runs.notes:
             self._runs.notes.append(node)
         if measured.missing and not node:
             ranks = ", ".join(map(str, measured.missing))
             self._runs.notes.append(
-                f"{variant.name}: nothing is known of rank {ranks}: no step was seen there, or its end"
+                f"{variant.name}: nothing is known of rank {ranks}: no step was seen there, or its "
+                "end"
             )
         self._progress.finish_run(measured)
         return outcome

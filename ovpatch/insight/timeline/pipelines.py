@@ -74,11 +74,15 @@ def split_actions(tracks: RankTracks, step: Step) -> PipelineParts:
     busy = spans["F"] | spans["B"] | spans["W"]
     rest = busy.find_gaps(step.start, step.end)
     other = (rest & tracks.compute).total
-    return PipelineParts(spans["F"].total, spans["B"].total, spans["W"].total, other, rest.total - other)
+    return PipelineParts(
+        spans["F"].total, spans["B"].total, spans["W"].total, other, rest.total - other
+    )
 
 
 def _select(tracks: RankTracks, kind: str) -> Intervals:
-    return Intervals.union_of((action.start, action.end) for action in tracks.actions if action.kind == kind)
+    return Intervals.union_of(
+        (action.start, action.end) for action in tracks.actions if action.kind == kind
+    )
 
 
 def has_pipeline(runs: Sequence[TimelineRun]) -> bool:
@@ -91,13 +95,19 @@ def measure_bubble(run: TimelineRun, steps: Sequence[int] = ()) -> float:
 
     ``steps`` are those that count in the run by default.
     """
-    return median(fmean(parts.bubble for _, parts in list_parts(run, number)) for number in steps or run.counted)
+    return median(
+        fmean(parts.bubble for _, parts in list_parts(run, number))
+        for number in steps or run.counted
+    )
 
 
 def list_parts(run: TimelineRun, number: int) -> Iterator[tuple[RankTracks, PipelineParts]]:
     """Yield each rank and the parts of one of its steps."""
     for tracks in run.ranks:
-        yield tracks, split_actions(tracks, next(step for step in tracks.steps if step.number == number))
+        yield (
+            tracks,
+            split_actions(tracks, next(step for step in tracks.steps if step.number == number)),
+        )
 
 
 def parts_to_json(tracks: RankTracks, step: Step) -> dict[str, Any]:
@@ -108,7 +118,9 @@ def parts_to_json(tracks: RankTracks, step: Step) -> dict[str, Any]:
     return {"pipeline": {**vars(parts), "bubble": parts.bubble}}
 
 
-def draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int, width: int) -> None:
+def draw_rank(
+    axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int, width: int
+) -> None:
     """Draw the row of a rank: its computations, with the numbers of microbatches where there is room, and waits."""
     where = (row - _HEIGHT / 2, _HEIGHT)
     spans = {kind: _select(tracks, kind).clip(*window) for kind in KINDS}
@@ -120,13 +132,25 @@ def draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int,
         if start >= end:
             continue
         times = [((start - zero) / 1e6, (end - start) / 1e6)]
-        axes.broken_barh(times, where, facecolors=COLOURS[action.kind], edgecolor="white", linewidth=0.4)
+        axes.broken_barh(
+            times, where, facecolors=COLOURS[action.kind], edgecolor="white", linewidth=0.4
+        )
         if (end - start) * _WIDE > width:
             text = action.name.partition(action.kind)[2]
-            axes.text(((start + end) / 2 - zero) / 1e6, row, text, fontsize=8, ha="center", va="center", clip_on=True)
+            axes.text(
+                ((start + end) / 2 - zero) / 1e6,
+                row,
+                text,
+                fontsize=8,
+                ha="center",
+                va="center",
+                clip_on=True,
+            )
 
 
-def draw_bars(axes: Axes, intervals: Intervals, zero: int, where: tuple[float, float], **style: Any) -> None:
+def draw_bars(
+    axes: Axes, intervals: Intervals, zero: int, where: tuple[float, float], **style: Any
+) -> None:
     """Draw a bar for each interval; ``where`` is its bottom and its height."""
     spans = [((start - zero) / 1e6, (end - start) / 1e6) for start, end in intervals]
     axes.broken_barh(spans, where, linewidth=0, **style)

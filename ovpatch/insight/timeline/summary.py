@@ -11,7 +11,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
-from ovpatch.insight.timeline.pipelines import has_pipeline, list_parts, measure_bubble, parts_to_json
+from ovpatch.insight.timeline.pipelines import (
+    has_pipeline,
+    list_parts,
+    measure_bubble,
+    parts_to_json,
+)
 from ovpatch.insight.timeline.trace import Intervals, Span, TraceError
 from ovpatch.insight.timeline.tracks import RankTracks, Step, get_step, read_all_ranks
 from ovpatch.insight.variants import describe_node
@@ -97,7 +102,8 @@ class TimelineRun:
     def find_worst_rank(self, number: int) -> tuple[RankTracks, StepParts]:
         """Return the rank with most exposed communication in a step, and its parts."""
         return max(
-            ((tracks, self.get_parts(tracks, number)) for tracks in self.ranks), key=lambda pair: pair[1].exposed
+            ((tracks, self.get_parts(tracks, number)) for tracks in self.ranks),
+            key=lambda pair: pair[1].exposed,
         )
 
 
@@ -107,9 +113,12 @@ def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
         raise TraceError(f"{name}: there is no trace. Give at least one.")
     common = set.intersection(*({step.number for step in tracks.steps} for tracks in ranks))
     if not common:
-        had = "; ".join(f"rank {tracks.rank}: {[step.number for step in tracks.steps]}" for tracks in ranks)
+        had = "; ".join(
+            f"rank {tracks.rank}: {[step.number for step in tracks.steps]}" for tracks in ranks
+        )
         raise TraceError(
-            f"{name}: no step is in the traces of all ranks ({had}). Record the same steps on all of them."
+            f"{name}: no step is in the traces of all ranks ({had}). Record the same steps on all "
+            "of them."
         )
     steps = tuple(sorted(common))
     run = TimelineRun(name, tuple(ranks), steps, steps[0], steps)
@@ -144,7 +153,8 @@ def _choose_shown(runs: Sequence[TimelineRun]) -> int:
 def split_step(tracks: RankTracks, step: Step) -> StepParts:
     """Return the parts of a step."""
     compute, communication, copies = (
-        part.clip(step.start, step.end) for part in (tracks.compute, tracks.communication, tracks.copies)
+        part.clip(step.start, step.end)
+        for part in (tracks.compute, tracks.communication, tracks.copies)
     )
     busy = compute | communication | copies
     return StepParts(
@@ -168,7 +178,9 @@ def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGrou
     for communication in sorted(tracks.communications, key=lambda found: (found.start, found.end)):
         if communication.start < step.end and communication.end > step.start:
             end = min(communication.end, step.end)
-            members[communication.collective, communication.phase].append((max(communication.start, covered), end))
+            members[communication.collective, communication.phase].append(
+                (max(communication.start, covered), end)
+            )
             covered = max(covered, end)
     groups = []
     for (collective, phase), spans in members.items():
@@ -193,8 +205,14 @@ def compute_efficiency(stock: TimelineRun, patched: TimelineRun) -> Efficiency |
 
     A pipeline's ranks mostly wait for each other, in receives that look like transfers in a trace.
     """
-    before, after = ([parts.exposed for parts in run.list_worst_parts()] for run in (stock, patched))
-    if has_pipeline([stock, patched]) or min(len(before), len(after)) < MIN_STEPS or not min(before):
+    before, after = (
+        [parts.exposed for parts in run.list_worst_parts()] for run in (stock, patched)
+    )
+    if (
+        has_pipeline([stock, patched])
+        or min(len(before), len(after)) < MIN_STEPS
+        or not min(before)
+    ):
         return None
     middle = 1 - median(after) / median(before)
     return Efficiency(middle, 1 - max(after) / min(before), 1 - min(after) / max(before))
@@ -252,9 +270,17 @@ def format_tables(runs: Sequence[TimelineRun], *, colour: bool = False) -> str:
     """Return the tables and the verdict of one run, or of a stock and a patched one."""
     pipeline = "Milliseconds of a step in the pipeline, by rank"
     tables = [
-        *([render_table(pipeline, _PIPELINE_HEADS, _pipeline_rows(runs), colour=colour)] * has_pipeline(runs)),
+        *(
+            [render_table(pipeline, _PIPELINE_HEADS, _pipeline_rows(runs), colour=colour)]
+            * has_pipeline(runs)
+        ),
         render_table("Milliseconds of a step, by rank", _HEADS, _rows(runs), colour=colour),
-        render_table("Communication of the rank that exposes most", _GROUP_HEADS, _group_rows(runs), colour=colour),
+        render_table(
+            "Communication of the rank that exposes most",
+            _GROUP_HEADS,
+            _group_rows(runs),
+            colour=colour,
+        ),
     ]
     return "\n".join([*(table.rstrip() for table in tables), *list_conclusions(runs)])
 
@@ -265,8 +291,20 @@ def _rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
         for tracks in run.ranks:
             mark = " <- most exposed" if tracks is worst and len(run.ranks) > 1 else ""
             parts = run.get_parts(tracks, run.shown)
-            times = (parts.step, parts.compute, parts.hidden, parts.exposed, parts.copies, parts.idle)
-            yield run.name, f"{tracks.rank}{mark}", *map(format_ms, times), format_percent(parts.hidden_share)
+            times = (
+                parts.step,
+                parts.compute,
+                parts.hidden,
+                parts.exposed,
+                parts.copies,
+                parts.idle,
+            )
+            yield (
+                run.name,
+                f"{tracks.rank}{mark}",
+                *map(format_ms, times),
+                format_percent(parts.hidden_share),
+            )
 
 
 def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
@@ -291,7 +329,11 @@ def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
         yield f"{run.name}: {_exposure(run)}"
         if has_pipeline([run]):
             bubble, several = format_percent(measure_bubble(run)), len(run.counted) > 1
-            where = f"a step is bubble, {run.counted_in_words}" if several else f"{run.counted_in_words} is bubble"
+            where = (
+                f"a step is bubble, {run.counted_in_words}"
+                if several
+                else f"{run.counted_in_words} is bubble"
+            )
             yield f"{run.name}: {bubble} of {where}, the mean of ranks"
     if len(runs) == 2 and runs[0].counted != runs[1].counted:
         yield "The runs have no step in common, so medians are over different steps."
@@ -328,7 +370,9 @@ def _exposure(run: TimelineRun) -> str:
     shares = [parts.hidden_share for parts in every if parts.hidden_share is not None]
     if not shares:
         return f"no communication in {f'step {first}' if first == last else f'steps {first} to {last}'}"
-    where = f"rank {tracks.rank}, {run.counted_in_words}" if len(exposed) == 1 else run.counted_in_words
+    where = (
+        f"rank {tracks.rank}, {run.counted_in_words}" if len(exposed) == 1 else run.counted_in_words
+    )
     return (
         f"{format_ms(run.median_exposed)} of {format_ms(run.median_step)} ms are exposed "
         "communication "
@@ -380,12 +424,17 @@ class Recording:
     remarks: tuple[str, ...] = ()
 
 
-def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
+def read_recording(
+    name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None
+) -> Recording:
     """Read the recording of a variant from the folder of its processes' files; raise TraceError if there is none.
 
     ``wanted`` are the requested steps, and ``also`` is the user's pattern of further communication kernels.
     """
-    facts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("recording-rank*.json"))]
+    facts = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("recording-rank*.json"))
+    ]
     traces = sorted(folder.glob("trace-rank*.json*"))
     if not traces:
         raise TraceError(f"{name}: nothing was recorded. {_why(facts, wanted)}")
@@ -418,11 +467,14 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
         )
     last = max(fact["last"] for fact in facts)
     return (
-        f"The command ended after step {last}, and step {wanted[0]} was asked for. Lower --step, or let it run longer."
+        f"The command ended after step {last}, and step {wanted[0]} was asked for. Lower "
+        "--step, or let it run longer."
     )
 
 
-def _missing(facts: Sequence[Mapping[str, Any]], run: TimelineRun, wanted: range, node: str) -> Iterator[str]:
+def _missing(
+    facts: Sequence[Mapping[str, Any]], run: TimelineRun, wanted: range, node: str
+) -> Iterator[str]:
     if list(run.steps) != list(wanted):
         had = f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"{run.steps[0]}"
         yield f"steps {wanted[0]} to {wanted[-1]} were asked for, recorded was {had}: the command ended earlier"

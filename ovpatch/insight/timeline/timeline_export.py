@@ -24,7 +24,14 @@ from ovpatch.insight.timeline.summary import (
     format_percent,
     run_to_json,
 )
-from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
+from ovpatch.insight.timeline.trace import (
+    MERGED,
+    Intervals,
+    Span,
+    get_time_base,
+    load_trace,
+    to_nanoseconds,
+)
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
 from ovpatch.session.worker_reports import save_json
 
@@ -80,7 +87,9 @@ def draw_picture(runs: Sequence[TimelineRun], paths: Sequence[Path]) -> None:
     # No date and no random names: the same data make the same SVG file.
     with rc_context({"svg.hashsalt": "ovpatch"}):
         for path in paths:
-            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
 
 
 def _figure(runs: Sequence[TimelineRun]) -> Figure:
@@ -89,7 +98,9 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
     tracks = sum(len(run.ranks) for run in runs)
     height = 2.1 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
     figure = Figure(figsize=(10, height), layout="constrained", facecolor="white")
-    figure.suptitle(format_headline(runs), fontsize=15, fontweight="bold", color=INK, x=0.01, ha="left")
+    figure.suptitle(
+        format_headline(runs), fontsize=15, fontweight="bold", color=INK, x=0.01, ha="left"
+    )
     ratios = [len(run.ranks) + 0.4 for run in runs]
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     width = max(_window(run)[1] - _window(run)[0] for run in runs)
@@ -103,7 +114,10 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
 def format_headline(runs: Sequence[TimelineRun]) -> str:
     """Return the result in one line, before and after: the bubble, or the worst rank's exposed communication."""
     if pipelines.has_pipeline(runs):
-        sides = [f"{format_percent(pipelines.measure_bubble(run))} of {format_ms(run.median_step)} ms" for run in runs]
+        sides = [
+            f"{format_percent(pipelines.measure_bubble(run))} of {format_ms(run.median_step)} ms"
+            for run in runs
+        ]
         return "Pipeline bubble: " + "  →  ".join(_name_sides(runs, sides))
     if not any(parts.exposed or parts.hidden for run in runs for parts in run.list_worst_parts()):
         return "No communication was recorded"
@@ -114,7 +128,10 @@ def format_headline(runs: Sequence[TimelineRun]) -> str:
 
 
 def _name_sides(runs: Sequence[TimelineRun], sides: Sequence[str]) -> list[str]:
-    return [f"{run.name} {side}" if len(runs) > 1 else side for run, side in zip(runs, sides, strict=True)]
+    return [
+        f"{run.name} {side}" if len(runs) > 1 else side
+        for run, side in zip(runs, sides, strict=True)
+    ]
 
 
 def _drawn(run: TimelineRun) -> tuple[int, ...]:
@@ -164,7 +181,9 @@ def _mark_steps(axes: Axes, run: TimelineRun, start: int) -> None:
     for number in _drawn(run):
         step = get_step(run.ranks[0], number)
         for border in (step.start, step.end):
-            axes.axvline((border - start) / 1e6, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), zorder=4)
+            axes.axvline(
+                (border - start) / 1e6, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), zorder=4
+            )
         middle = (step.start + step.end) / 2 - start
         weight = "bold" if number == run.shown else "normal"
         axes.annotate(
@@ -181,7 +200,9 @@ def _mark_steps(axes: Axes, run: TimelineRun, start: int) -> None:
         )
 
 
-def _draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int, width: int) -> None:
+def _draw_rank(
+    axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int, width: int
+) -> None:
     compute, copies = tracks.compute.clip(*window), tracks.copies.clip(*window)
     communication = tracks.communication.clip(*window)
     exposed, hidden = communication - compute, communication & compute
@@ -199,7 +220,16 @@ def _draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int
         if (end - start) * _WIDE > width:
             middle = ((start + end) / 2 - zero) / 1e6
             text = format_ms(end - start)
-            axes.text(middle, row, text, color="white", fontsize=11, fontweight="bold", ha="center", va="center")
+            axes.text(
+                middle,
+                row,
+                text,
+                color="white",
+                fontsize=11,
+                fontweight="bold",
+                ha="center",
+                va="center",
+            )
 
 
 def _coarse(intervals: Intervals, finest: int) -> Intervals:
@@ -211,13 +241,25 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     from matplotlib.patches import Patch
 
     if pipelines.has_pipeline(runs):
-        figure.legend(handles=pipelines.make_legend(), loc="outside lower left", ncols=3, fontsize=11, frameon=False)
+        figure.legend(
+            handles=pipelines.make_legend(),
+            loc="outside lower left",
+            ncols=3,
+            fontsize=11,
+            frameon=False,
+        )
         return
     handles = [
         Patch(facecolor=EXPOSED, label="EXPOSED communication: nothing computes"),
         Patch(facecolor=HIDDEN, label="communication hidden under compute"),
         Patch(facecolor=COMPUTE, label="compute"),
-        Patch(facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0, label="idle: waits for the host"),
+        Patch(
+            facecolor="none",
+            edgecolor=HATCH,
+            hatch="////",
+            linewidth=0,
+            label="idle: waits for the host",
+        ),
     ]
     if any(tracks.copies for run in runs for tracks in run.ranks):
         handles.append(Patch(facecolor=COPIES, label="copies only"))
@@ -250,7 +292,11 @@ def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
 def _events(runs: Sequence[TimelineRun]) -> Iterator[_Json]:
     ids: _Ids = defaultdict(count(1).__next__)
     starts = [min(get_step(tracks, run.steps[0]).start for tracks in run.ranks) for run in runs]
-    lead = max(start - tracks.first for run, start in zip(runs, starts, strict=True) for tracks in run.ranks)
+    lead = max(
+        start - tracks.first
+        for run, start in zip(runs, starts, strict=True)
+        for tracks in run.ranks
+    )
     for run, start in zip(runs, starts, strict=True):
         zero = start - max(lead, 0)
         for tracks in run.ranks:
@@ -259,26 +305,51 @@ def _events(runs: Sequence[TimelineRun]) -> Iterator[_Json]:
             yield from _recorded(tracks, zero, ids, owner)
 
 
-def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, ids: _Ids, owner: str) -> Iterator[_Json]:
+def _tracks(
+    run: TimelineRun, tracks: RankTracks, zero: int, ids: _Ids, owner: str
+) -> Iterator[_Json]:
     """Yield ovpatch's own tracks of a rank, which are shown above the recorded ones."""
     pid = ids[owner, "ovpatch"]
-    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{owner}: summary"}}
-    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+    yield {
+        "ph": "M",
+        "pid": pid,
+        "tid": 0,
+        "name": "process_name",
+        "args": {"name": f"{owner}: summary"},
+    }
+    yield {
+        "ph": "M",
+        "pid": pid,
+        "tid": 0,
+        "name": "process_sort_index",
+        "args": {"sort_index": pid},
+    }
     start, end = get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end
     busy = tracks.compute | tracks.communication | tracks.copies
     spans = [get_step(tracks, number) for number in run.steps]
-    steps = [(f"step {step.number}", Intervals.union_of([(step.start, step.end)])) for step in spans]
+    steps = [
+        (f"step {step.number}", Intervals.union_of([(step.start, step.end)])) for step in spans
+    ]
     rows = [
         ("steps", steps),
         ("exposed", [("exposed communication", tracks.exposed)]),
         ("hidden", [("hidden communication", tracks.communication & tracks.compute)]),
         ("idle", [("idle", busy.find_gaps(start, end))]),
-        ("pipeline", [(action.name, Intervals(((action.start, action.end),))) for action in tracks.actions]),
+        (
+            "pipeline",
+            [(action.name, Intervals(((action.start, action.end),))) for action in tracks.actions],
+        ),
     ]
     for title, slices in rows if tracks.actions else rows[:-1]:
         tid = ids[owner, "ovpatch", title]
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": title}}
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        yield {
+            "ph": "M",
+            "pid": pid,
+            "tid": tid,
+            "name": "thread_sort_index",
+            "args": {"sort_index": tid},
+        }
         for name, intervals in slices:
             for part in intervals.clip(start, end):
                 times = {"ts": (part[0] - zero) / 1000, "dur": (part[1] - part[0]) / 1000}
@@ -333,7 +404,8 @@ class Output:
         unknown = sorted(path.name for path in folder.glob("*") if path.name not in known)
         if unknown:
             raise OutputError(
-                f"--out {folder} holds other things, such as {unknown[0]}. Name an empty folder or a new one."
+                f"--out {folder} holds other things, such as {unknown[0]}. Name an empty folder or "
+                "a new one."
             )
 
     def check_inputs(self, traces: Iterable[Path]) -> None:
@@ -341,7 +413,10 @@ class Output:
         replaced = {(self.folder / name).resolve() for name in (*_PICTURES, _MERGED, _SUMMARY)}
         for trace in traces:
             if trace.resolve() in replaced:
-                raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
+                raise OutputError(
+                    f"{trace} would be replaced by what --out {self.folder} gets. Name another "
+                    "folder."
+                )
 
     def prepare_folder(self, *, keep_runs: bool) -> None:
         """Make the folder, without an earlier call's files; raise OutputError if it cannot be made or is another's.
@@ -350,13 +425,18 @@ class Output:
         """
         for name in () if keep_runs else _RUNS:
             if _foreign(self.folder / name):
-                raise OutputError(f"--out {self.folder} holds a folder {name} that is not ours. Name another folder.")
+                raise OutputError(
+                    f"--out {self.folder} holds a folder {name} that is not ours. Name another "
+                    "folder."
+                )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in (*_PICTURES, _MERGED, _SUMMARY, *(() if keep_runs else _RUNS)):
                 _remove(self.folder / name)
         except OSError as error:
-            raise OutputError(f"--out {self.folder}: {error.strerror}. Name a folder that can be written.") from error
+            raise OutputError(
+                f"--out {self.folder}: {error.strerror}. Name a folder that can be written."
+            ) from error
 
     def discard_folder(self) -> None:
         """Remove the runs and the empty folder, after nothing was recorded."""
@@ -377,13 +457,20 @@ class Output:
             "version": __version__,
             "unit": "ns",
             "overlap_efficiency": found._asdict() if found is not None else None,
-            "recording_cost": {recording.run.name: recording.cost and recording.cost.share for recording in recordings},
+            "recording_cost": {
+                recording.run.name: recording.cost and recording.cost.share
+                for recording in recordings
+            },
             "remarks": [remark for recording in recordings for remark in recording.remarks],
             "runs": [run_to_json(run) for run in runs],
         }
         save_json(self.folder / _SUMMARY, numbers)
         self.written += [self.trace, self.folder / _SUMMARY]
-        costs = [f"{recording.run.name}: {recording.cost}" for recording in recordings if recording.cost is not None]
+        costs = [
+            f"{recording.run.name}: {recording.cost}"
+            for recording in recordings
+            if recording.cost is not None
+        ]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
 
 

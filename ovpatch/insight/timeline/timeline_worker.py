@@ -53,7 +53,10 @@ class ProfilerSession:
         """Set the profiler up, which takes up to seconds on a GPU; it costs little until it starts."""
         if self._foreign or self.yielded or self._profile is not None:
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []),
+        ]
         self._profile = profile(activities=activities)
         self._profile.prepare_trace()
 
@@ -100,10 +103,14 @@ class ProfilerSession:
         """Detect the start and end of every other profiler of the process."""
         why = "all profilers use this class, and torch has no hook for them"
         for name, wrap in (("_prepare_trace", self._wrap_prepare), ("__exit__", self._wrap_exit)):
-            self.patches.register_patch(f"torch.autograd.profiler.profile.{name}", wrap=wrap, why=why)
+            self.patches.register_patch(
+                f"torch.autograd.profiler.profile.{name}", wrap=wrap, why=why
+            )
         if not self._operators:
             why = "the profiler selects events by scope, and torch.profiler does not expose that"
-            self.patches.register_patch("torch.autograd.profiler._enable_profiler", wrap=self._wrap_enable, why=why)
+            self.patches.register_patch(
+                "torch.autograd.profiler._enable_profiler", wrap=self._wrap_enable, why=why
+            )
         self.patches.apply()
 
     def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +149,11 @@ class ProfilerSession:
 
 def _label_stages(patches: PatchManager) -> None:
     """Label the computations of torch's pipeline stages as feature ``pipeline`` does."""
-    methods = {"F": "forward_one_chunk", "B": "backward_one_chunk", "W": "backward_weight_one_chunk"}
+    methods = {
+        "F": "forward_one_chunk",
+        "B": "backward_one_chunk",
+        "W": "backward_weight_one_chunk",
+    }
     for kind, name in methods.items():
         patches.register_patch(
             f"torch.distributed.pipelining.stage._PipelineStageBase.{name}",
@@ -156,7 +167,9 @@ def _wrap_stage(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @wraps(original)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         microbatch = [*args, *kwargs.values()][0]
-        with profiler_span(profiler_label("pipeline", kind, f"{self.stage_index}{kind}{microbatch}")):
+        with profiler_span(
+            profiler_label("pipeline", kind, f"{self.stage_index}{kind}{microbatch}")
+        ):
             return original(self, *args, **kwargs)
 
     return compute
@@ -208,7 +221,11 @@ class _Session:
             return
         # At the end the script may have destroyed its process group.
         if self._pid != os.getpid():
-            self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
+            self._pid, self._rank, self._world = (
+                os.getpid(),
+                steps.get_rank(),
+                steps.get_world_size(),
+            )
         if number in self._timed and torch.cuda.is_initialized():
             # The times of blocks of steps include their device work.
             torch.cuda.synchronize()
@@ -240,7 +257,9 @@ class _Session:
 
     def _save(self) -> None:
         steps_done = [number for number in self._arrived if self._first <= number <= self._last]
-        if steps_done and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
+        if steps_done and self._recorder.save_trace(
+            self._directory / f"trace-rank{self._rank}.json.gz"
+        ):
             self._recorded = steps_done
 
     def _write(self) -> None:

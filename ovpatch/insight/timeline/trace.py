@@ -155,16 +155,25 @@ def load_trace(path: Path) -> dict[str, Any]:
         text = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
         data = json.loads(text, parse_float=Decimal, parse_constant=str, strict=False)
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}. Name a trace that torch.profiler exported.") from error
+        raise TraceError(
+            f"{path}: {error.strerror or error}. Name a trace that torch.profiler exported."
+        ) from error
     except (ValueError, EOFError, zlib.error) as error:
         raise TraceError(
-            f"{path} is not complete JSON ({error}). Its process probably ended while it was written: record it again."
+            f"{path} is not complete JSON ({error}). Its process probably ended while it was "
+            "written: record it again."
         ) from error
     data = {"traceEvents": data} if isinstance(data, list) else data
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise TraceError(f"{path} has no traceEvents. Name a file that torch.profiler's export_chrome_trace() wrote.")
+        raise TraceError(
+            f"{path} has no traceEvents. Name a file that torch.profiler's export_chrome_trace() "
+            "wrote."
+        )
     if MERGED in data:
-        raise TraceError(f"{path} holds all ranks, merged by ovpatch. Name the raw traces: the folders beside it.")
+        raise TraceError(
+            f"{path} holds all ranks, merged by ovpatch. Name the raw traces: the folders beside "
+            "it."
+        )
     return data
 
 
@@ -177,10 +186,17 @@ def read_trace(path: Path) -> Trace:
         times = (event["ts"] for event in data["traceEvents"] if event.get("ph") == "X")
         rank, first = find_rank(data, path), zero + to_nanoseconds(min(times, default=0))
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise TraceError(f"{path} has an event that cannot be understood ({error!r}). Record it again.") from error
+        raise TraceError(
+            f"{path} has an event that cannot be understood ({error!r}). Record it again."
+        ) from error
     if not any(event.category in (*OPS, *DEVICE) for event in events):
-        raise TraceError(f"{path} holds no ops and no kernels. Record with ProfilerActivity.CPU, and .CUDA on GPUs.")
-    return Trace(path, rank, str(data.get("hostName") or data.get("host_name") or ""), tuple(events), first)
+        raise TraceError(
+            f"{path} holds no ops and no kernels. Record with ProfilerActivity.CPU, and .CUDA on "
+            "GPUs."
+        )
+    return Trace(
+        path, rank, str(data.get("hostName") or data.get("host_name") or ""), tuple(events), first
+    )
 
 
 def _events(data: Mapping[str, Any], zero: int) -> Iterator[TraceEvent]:
@@ -189,7 +205,9 @@ def _events(data: Mapping[str, Any], zero: int) -> Iterator[TraceEvent]:
             continue
         start = zero + to_nanoseconds(raw["ts"])
         end = start + to_nanoseconds(raw.get("dur", 0))
-        yield TraceEvent(raw["name"], raw["cat"], raw["pid"], raw["tid"], start, end, raw.get("args") or {})
+        yield TraceEvent(
+            raw["name"], raw["cat"], raw["pid"], raw["tid"], start, end, raw.get("args") or {}
+        )
 
 
 def to_nanoseconds(microseconds: int | Decimal) -> int:
@@ -207,7 +225,9 @@ def find_rank(data: Mapping[str, Any], path: Path) -> int | None:
     information = data.get("distributedInfo") or {}
     if "rank" in information:
         return int(information["rank"])
-    found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(r"(?<!\d)(\d{1,5})\.json", path.name)
+    found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(
+        r"(?<!\d)(\d{1,5})\.json", path.name
+    )
     return int(found[1]) if found else None
 
 
@@ -263,7 +283,11 @@ def classify_event(event: TraceEvent, also: re.Pattern[str] | None = None) -> De
     if event.category == "gpu_memcpy":
         if "PtoP" in event.name:
             return DeviceTimeKind.COMMUNICATION
-        return DeviceTimeKind.COPY if "H" in event.name.removeprefix("Memcpy ")[:4] else DeviceTimeKind.COMPUTE
+        return (
+            DeviceTimeKind.COPY
+            if "H" in event.name.removeprefix("Memcpy ")[:4]
+            else DeviceTimeKind.COMPUTE
+        )
     if event.category == "kernel" and (_NCCL.match(event.name) or _SYMMETRIC.search(event.name)):
         return DeviceTimeKind.COMMUNICATION
     return DeviceTimeKind.COMPUTE
@@ -327,7 +351,9 @@ class Launches:
 
     def __init__(self, trace: Trace) -> None:
         self._calls = {
-            event.args["correlation"]: event for event in trace.select_events(*LAUNCHES) if "correlation" in event.args
+            event.args["correlation"]: event
+            for event in trace.select_events(*LAUNCHES)
+            if "correlation" in event.args
         }
         self._numbers = sorted(number for number in self._calls if isinstance(number, int))
         self._host = FeatureLabels(trace.select_events("user_annotation"))
@@ -429,4 +455,6 @@ def _computing(op: _Op) -> Iterator[Span]:
 
 
 def _communicates(op: _Op) -> bool:
-    return any(inner.event.name.startswith(_CPU_COLLECTIVES) or _communicates(inner) for inner in op.inside)
+    return any(
+        inner.event.name.startswith(_CPU_COLLECTIVES) or _communicates(inner) for inner in op.inside
+    )

@@ -93,12 +93,17 @@ def shift_tracks(tracks: RankTracks, by: int, remark: str) -> RankTracks:
         tracks,
         compute=_moved(tracks.compute, by),
         copies=_moved(tracks.copies, by),
-        communications=tuple(replace(span, start=span.start + by, end=span.end + by) for span in tracks.communications),
+        communications=tuple(
+            replace(span, start=span.start + by, end=span.end + by)
+            for span in tracks.communications
+        ),
         steps=tuple(Step(step.number, step.start + by, step.end + by) for step in tracks.steps),
         first=tracks.first + by,
         remarks=(*tracks.remarks, remark),
         moved=tracks.moved + by,
-        actions=tuple(replace(span, start=span.start + by, end=span.end + by) for span in tracks.actions),
+        actions=tuple(
+            replace(span, start=span.start + by, end=span.end + by) for span in tracks.actions
+        ),
     )
 
 
@@ -126,10 +131,14 @@ _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 def find_host_steps(trace: Trace) -> tuple[tuple[Step, ...], str]:
     """Return the steps by the host's clock, none without boundaries, and a remark, "" if steps are marked."""
     annotations = list(trace.select_events("user_annotation"))
-    marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
+    marks = [
+        (int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))
+    ]
     if marks:
         return tuple(Step(number, before, at) for (_, before), (number, at) in pairwise(marks)), ""
-    marked = [(found, event) for event in annotations if (found := _PROFILER_STEP.match(event.name))]
+    marked = [
+        (found, event) for event in annotations if (found := _PROFILER_STEP.match(event.name))
+    ]
     if marked:
         return tuple(Step(int(found[1]), event.start, event.end) for found, event in marked), ""
     optimizer = [event for event in annotations if _OPTIMIZER_STEP.match(event.name)]
@@ -147,7 +156,9 @@ def make_single_step(events: Sequence[TraceEvent]) -> tuple[Step, ...]:
     return (Step(1, min(event.start for event in events), max(event.end for event in events)),)
 
 
-def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]) -> tuple[Step, ...]:
+def move_to_device(
+    steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]
+) -> tuple[Step, ...]:
     """Move steps from the host's clock to a device's progress.
 
     A device is later than its host. Its step ends when it has finished the compute that was
@@ -157,7 +168,9 @@ def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Sp
 
     ``compute`` has the launch time (None: before the trace) and the span of each piece of the device's compute.
     """
-    ordered = sorted((_BEFORE if launched is None else launched, span[1]) for launched, span in compute)
+    ordered = sorted(
+        (_BEFORE if launched is None else launched, span[1]) for launched, span in compute
+    )
     launches = [launched for launched, _ in ordered]
     finished = list(accumulate((end for _, end in ordered), max))
 
@@ -171,10 +184,14 @@ def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Sp
 def drop_empty_steps(steps: Iterable[Step], events: Sequence[TraceEvent]) -> tuple[Step, ...]:
     """Return the steps with at least one event."""
     spans = [(event.start, event.end) for event in events]
-    return tuple(step for step in steps if any(start < step.end and end > step.start for start, end in spans))
+    return tuple(
+        step for step in steps if any(start < step.end and end > step.start for start, end in spans)
+    )
 
 
-def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[RankTracks, ...]:
+def read_all_ranks(
+    paths: Iterable[Path], also: re.Pattern[str] | None = None
+) -> tuple[RankTracks, ...]:
     """Return the tracks of all ranks of one run; raise TraceError if a file cannot be used, or two are of one rank.
 
     ``also`` is the user's pattern of further communication kernels.
@@ -185,16 +202,25 @@ def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -
         trace = read_trace(path)
         rank = trace.rank if trace.rank is not None else (0 if len(paths) == 1 else None)
         if rank is None:
-            raise TraceError(f"{path} does not say its rank. Put it into the file's name: rank0.json, rank1.json, …")
+            raise TraceError(
+                f"{path} does not say its rank. Put it into the file's name: rank0.json, "
+                "rank1.json, …"
+            )
         if rank in run:
-            raise TraceError(f"{run[rank].path} and {path} are both of rank {rank}. Name traces of one run.")
+            raise TraceError(
+                f"{run[rank].path} and {path} are both of rank {rank}. Name traces of one run."
+            )
         run[rank] = build_tracks(trace, rank, also)
     return _align_ranks([run[rank] for rank in sorted(run)])
 
 
 def _align_ranks(run: Sequence[RankTracks]) -> tuple[RankTracks, ...]:
     """Align the ranks' first common step if their clocks are so far apart that it does not overlap on all."""
-    common = set.intersection(*({step.number for step in tracks.steps} for tracks in run)) if run else set()
+    common = (
+        set.intersection(*({step.number for step in tracks.steps} for tracks in run))
+        if run
+        else set()
+    )
     if not common:
         return tuple(run)
     firsts = [get_step(tracks, min(common)) for tracks in run]
@@ -202,7 +228,8 @@ def _align_ranks(run: Sequence[RankTracks]) -> tuple[RankTracks, ...]:
         return tuple(run)
     remark = f"the ranks' clocks differ by more than a step, so step {min(common)} was made to begin at once on all"
     return tuple(
-        shift_tracks(tracks, firsts[0].start - step.start, remark) for tracks, step in zip(run, firsts, strict=True)
+        shift_tracks(tracks, firsts[0].start - step.start, remark)
+        for tracks, step in zip(run, firsts, strict=True)
     )
 
 
@@ -211,7 +238,9 @@ def build_tracks(trace: Trace, rank: int, also: re.Pattern[str] | None = None) -
     on_device = list(trace.select_events(*DEVICE))
     steps, how = find_host_steps(trace)
     remarks, nothing = (how,) if how else (), Intervals()
-    tracks = RankTracks(rank, "cpu", trace.host, trace.path, nothing, nothing, (), steps, trace.first, remarks)
+    tracks = RankTracks(
+        rank, "cpu", trace.host, trace.path, nothing, nothing, (), steps, trace.first, remarks
+    )
     return _add_device(tracks, trace, on_device, also) if on_device else _add_cpu(tracks, trace)
 
 
@@ -230,7 +259,9 @@ def _add_device(
         compute=merge_spans(computing),
         copies=merge_spans(event for kind, event in kinds if kind is DeviceTimeKind.COPY),
         communications=tuple(
-            Communication(name_collective(event), launches.find_launch_label(event), event.start, event.end)
+            Communication(
+                name_collective(event), launches.find_launch_label(event), event.start, event.end
+            )
             for kind, event in kinds
             if kind is DeviceTimeKind.COMMUNICATION
         ),
@@ -260,13 +291,16 @@ def _busiest(events: Sequence[TraceEvent]) -> tuple[int | str, list[TraceEvent],
 
 
 def _add_cpu(tracks: RankTracks, trace: Trace) -> RankTracks:
-    collectives = [event for event in trace.select_events("user_annotation") if name_cpu_collective(event)]
+    collectives = [
+        event for event in trace.select_events("user_annotation") if name_cpu_collective(event)
+    ]
     labelled = zip(collectives, find_cpu_labels(trace, collectives), strict=True)
     return replace(
         tracks,
         compute=find_cpu_compute(trace),
         communications=tuple(
-            Communication(name_cpu_collective(event), label, event.start, event.end) for event, label in labelled
+            Communication(name_cpu_collective(event), label, event.start, event.end)
+            for event, label in labelled
         ),
         steps=drop_empty_steps(tracks.steps or make_single_step(trace.events), trace.events),
         actions=find_actions(trace, find_training_thread(trace)),

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight import equality
-from ovpatch.insight.equality import Row, Verdict, judge_difference, make_different, measure_difference
+from ovpatch.insight.equality import (
+    Row,
+    Verdict,
+    judge_difference,
+    make_different,
+    measure_difference,
+)
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
@@ -55,7 +61,9 @@ class Noise:
         self._found: dict[_Key, dict[int, _Moved]] = {}
         for other in others:
             for process in stock.processes:
-                for expected, actual in zip(stock.events(process), other.events(process), strict=False):
+                for expected, actual in zip(
+                    stock.events(process), other.events(process), strict=False
+                ):
                     if expected.signature != actual.signature:
                         break
                     self._add_events(expected, actual)
@@ -65,20 +73,35 @@ class Noise:
             moved = measure_distance(value, actual.values.get(name))
             if moved.largest:
                 steps, size = self._found.setdefault(_key(expected, name), {}), measure_size(value)
-                relative = Size(*(part / whole if whole else 0.0 for part, whole in zip(moved, size, strict=True)))
+                relative = Size(
+                    *(
+                        part / whole if whole else 0.0
+                        for part, whole in zip(moved, size, strict=True)
+                    )
+                )
                 before = steps.get(expected.step, _Moved())
-                steps[expected.step] = _Moved(before.absolute.max_with(moved), before.relative.max_with(relative))
+                steps[expected.step] = _Moved(
+                    before.absolute.max_with(moved), before.relative.max_with(relative)
+                )
 
     def get_noise(self, event: RecordedEvent, name: str) -> Size:
         """Return the noise of the values like this one, in its step and before."""
         absolute = relative = Size()
         for step, moved in self._found.get(_key(event, name), {}).items():
             if step <= event.step:
-                absolute, relative = absolute.max_with(moved.absolute), relative.max_with(moved.relative)
+                absolute, relative = (
+                    absolute.max_with(moved.absolute),
+                    relative.max_with(moved.relative),
+                )
         if not absolute.largest:
             return absolute
         size = measure_size(event.values[name])
-        return Size(*(min(far, share * whole) for far, share, whole in zip(absolute, relative, size, strict=True)))
+        return Size(
+            *(
+                min(far, share * whole)
+                for far, share, whole in zip(absolute, relative, size, strict=True)
+            )
+        )
 
 
 def _key(event: RecordedEvent, name: str) -> _Key:
@@ -87,7 +110,12 @@ def _key(event: RecordedEvent, name: str) -> _Key:
 
 def measure_distance(value: KeptValue, reference: KeptValue | None) -> Size:
     """Return the distance of two values; 0 unless they are numbers of one form. NaNs and infinities count as 0."""
-    if reference is None or value[:2] == reference[:2] or value.form != reference.form or value.values is None:
+    if (
+        reference is None
+        or value[:2] == reference[:2]
+        or value.form != reference.form
+        or value.values is None
+    ):
         return Size()
     return _measure_apart(value.values, reference.values)
 
@@ -172,9 +200,18 @@ def judge_value(
     row = replace(row, rule=_find_rule(row, by_noise, measure_distance(stock, patched).mean, floor))
     if row.verdict is Verdict.DIFFERENT and rounded:
         nearer = patched._replace(values=_without_single_units(stock.values, patched.values))
-        if nearer.values is not None and _judged(name, stock, nearer, allowed).verdict is not row.verdict:
+        if (
+            nearer.values is not None
+            and _judged(name, stock, nearer, allowed).verdict is not row.verdict
+        ):
             note = f"{row.note}; few of its elements, by a unit in the last place"
-            return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note, rule=BY_LAST_PLACE)
+            return replace(
+                row,
+                verdict=Verdict.WITHIN_NOISE,
+                allowed=row.max_abs_diff,
+                note=note,
+                rule=BY_LAST_PLACE,
+            )
     return row
 
 
@@ -190,14 +227,18 @@ def _find_rule(row: Row, by_noise: Size, mean: float, floor: float) -> str:
 
 
 def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
-    row = judge_difference(name, measure_difference(stock.values, patched.values), floor=allowed.largest)
+    row = judge_difference(
+        name, measure_difference(stock.values, patched.values), floor=allowed.largest
+    )
     if row.verdict is not Verdict.WITHIN_NOISE:
         return row
     mean = measure_distance(stock, patched).mean
     if mean <= allowed.mean:
         return row
     note = f"{row.note}; many of its elements: this is the root of the mean square"
-    return replace(row, verdict=Verdict.DIFFERENT, max_abs_diff=mean, allowed=allowed.mean, note=note)
+    return replace(
+        row, verdict=Verdict.DIFFERENT, max_abs_diff=mean, allowed=allowed.mean, note=note
+    )
 
 
 def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
@@ -284,8 +325,15 @@ class RunComparison:
         found = self.different
         if not found:
             return None
-        together = [finding for finding in found if (finding.step, finding.order) == (found[0].step, found[0].order)]
-        return next((finding for finding in together if finding.row.name.startswith(_PARAMETER_PREFIXES)), found[0])
+        together = [
+            finding
+            for finding in found
+            if (finding.step, finding.order) == (found[0].step, found[0].order)
+        ]
+        return next(
+            (finding for finding in together if finding.row.name.startswith(_PARAMETER_PREFIXES)),
+            found[0],
+        )
 
     def worst(self, count: int) -> list[Finding]:
         """Return the findings with the largest excess, differences first."""
@@ -297,7 +345,9 @@ class RunComparison:
 
     def count_event(self, event: RecordedEvent) -> None:
         """Count an event of both runs."""
-        unread = {name: value.digest for name, value in event.values.items() if value.form == UNREAD}
+        unread = {
+            name: value.digest for name, value in event.values.items() if value.form == UNREAD
+        }
         self.unread |= unread
         self.values += len(event.values) - len(unread)
         self.events[event.kind] = self.events.get(event.kind, 0) + 1
@@ -311,7 +361,9 @@ class RunComparison:
 
 
 def _is_finite(value: KeptValue) -> bool:
-    return not value.not_finite and (value.values is None or bool(torch.as_tensor(value.values).isfinite().all()))
+    return not value.not_finite and (
+        value.values is None or bool(torch.as_tensor(value.values).isfinite().all())
+    )
 
 
 def compare_runs(
@@ -331,7 +383,15 @@ def compare_runs(
         if process in stock.processes and process in patched.processes:
             compared.processes.append(process)
             others = {name: run.events(process) for name, run in runs.items()}
-            _compare_process(process, stock.events(process), patched.events(process), others, noise, cut, compared)
+            _compare_process(
+                process,
+                stock.events(process),
+                patched.events(process),
+                others,
+                noise,
+                cut,
+                compared,
+            )
         elif not cut:
             other = "the patched run" if process in stock.processes else "stock"
             row = make_different(ORDER, f"nothing happened here in {other}")
@@ -361,19 +421,32 @@ def _compare_process(
                 # The run is out of step, so it no longer measures noise.
                 del others[name]
         compared.count_event(expected)
-        noise_runs = {name: event.values for name, event in beside.items() if event is not None and name in others}
-        rows = compare_values(expected.values, actual.values, noise_runs, partial(noise.get_noise, expected))
+        noise_runs = {
+            name: event.values
+            for name, event in beside.items()
+            if event is not None and name in others
+        }
+        rows = compare_values(
+            expected.values, actual.values, noise_runs, partial(noise.get_noise, expected)
+        )
         if expected.kind == recording.STEP:
             both = expected.values.keys() & actual.values.keys()
-            latest |= {name: (expected.values[name].digest, actual.values[name].digest) for name in both}
+            latest |= {
+                name: (expected.values[name].digest, actual.values[name].digest) for name in both
+            }
         if expected.kind == recording.CHECKPOINT and rows:
             known = {digests: name for name, digests in latest.items()}
             rows = [_allow_if_unchanged(row, expected.values, actual.values, known) for row in rows]
-        compared.findings += [Finding(row, process, expected.step, order, str(expected)) for row in rows]
+        compared.findings += [
+            Finding(row, process, expected.step, order, str(expected)) for row in rows
+        ]
 
 
 def _allow_if_unchanged(
-    row: Row, stock: Mapping[str, KeptValue], patched: Mapping[str, KeptValue], known: Mapping[tuple[str, str], str]
+    row: Row,
+    stock: Mapping[str, KeptValue],
+    patched: Mapping[str, KeptValue],
+    known: Mapping[tuple[str, str], str],
 ) -> Row:
     """Return a saved value as noise if it has the bits that the last steps left, by digests in both: judged there."""
     expected, actual = stock.get(row.name), patched.get(row.name)
@@ -381,7 +454,11 @@ def _allow_if_unchanged(
         return row
     name = known.get((expected.digest, actual.digest))
     note = f"it is '{name}' of the step before"
-    return row if name is None else replace(row, verdict=Verdict.WITHIN_NOISE, note=note, rule=BY_LAST_STEP)
+    return (
+        row
+        if name is None
+        else replace(row, verdict=Verdict.WITHIN_NOISE, note=note, rule=BY_LAST_STEP)
+    )
 
 
 def _out_of_step(
@@ -407,7 +484,11 @@ def compare_values(
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
     """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
-    unequal = [name for name, value in stock.items() if name not in patched or patched[name][:2] != value[:2]]
+    unequal = [
+        name
+        for name, value in stock.items()
+        if name not in patched or patched[name][:2] != value[:2]
+    ]
     scales = _scales(stock) if unequal else {}
     moving = bool(unequal) and any(
         name in values and values[name][:2] != value[:2]
@@ -421,12 +502,16 @@ def compare_values(
         if other is None:
             missing = _unrepeated if None in others else make_different
             rows.append(missing(name, "missing in the patched run"))
-        elif value.form != other.form or value.form in _EXACT or value.not_finite != other.not_finite:
+        elif (
+            value.form != other.form or value.form in _EXACT or value.not_finite != other.not_finite
+        ):
             rows.append(_exact(name, value, other, others))
         else:
             comparable = [one for one in others if one is not None and one.form == value.form]
             floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
-            row = judge_value(name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving)
+            row = judge_value(
+                name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving
+            )
             rows.append(_make_row_of_sums(row) if value.folded else row)
     # Names that contain the time change in each run.
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())
@@ -464,16 +549,24 @@ def _make_row_of_sums(row: Row) -> Row:
     return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, note, BY_FLOOR)
 
 
-def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
+def _exact(
+    name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]
+) -> Row:
     if stock.form != patched.form:
         return make_different(name, f"{stock.form} became {patched.form}")
     # As in the equality rule, no noise run allows that.
     if stock.not_finite != patched.not_finite:
-        return make_different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
+        return make_different(
+            name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}"
+        )
     if any(value is not None and value.digest != stock.digest for value in noise_runs):
-        return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either", rule=BY_CHANCE)
+        return Row(
+            name, Verdict.WITHIN_NOISE, note="stock does not repeat it either", rule=BY_CHANCE
+        )
     return make_different(name, f"{stock.digest} became {patched.digest}")
 
 
 def _unrepeated(name: str, note: str) -> Row:
-    return Row(name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either", rule=BY_CHANCE)
+    return Row(
+        name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either", rule=BY_CHANCE
+    )

@@ -52,7 +52,10 @@ def digest_generators() -> dict[str, KeptValue]:
         states["random.numpy"] = state["key"].tobytes() + str(state["pos"]).encode()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["random.cuda"] = bytes(torch.cuda.get_rng_state().tolist())
-    return {name: keep_text(hashlib.blake2b(state, digest_size=16).hexdigest()) for name, state in states.items()}
+    return {
+        name: keep_text(hashlib.blake2b(state, digest_size=16).hexdigest())
+        for name, state in states.items()
+    }
 
 
 def _numpy() -> Any:
@@ -106,7 +109,12 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
 
         # The stub of torch defines the names; the constructor passes positions.
         def assign_small(tensors: Any, bucket_size_limits: Any, *args: Any, **kwargs: Any) -> Any:
-            return assign(tensors, [min(limit, int(cap * _MIB)) for limit in bucket_size_limits], *args, **kwargs)
+            return assign(
+                tensors,
+                [min(limit, int(cap * _MIB)) for limit in bucket_size_limits],
+                *args,
+                **kwargs,
+            )
 
         dist._compute_bucket_assignment_by_size = assign_small
         try:
@@ -125,7 +133,9 @@ def _wrap_norm(original: Callable[..., Tensor], pieces: int) -> Callable[..., Te
         split: list[Tensor] = []
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            split += tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
+            split += (
+                tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
+            )
         return original(split, *args, **kwargs)
 
     return get_total_norm
@@ -148,12 +158,16 @@ def split_products(pieces: int) -> None:
         cuts = [a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)]
         parts = zip(a.tensor_split(cuts, dim=1), b.tensor_split(cuts, dim=0), strict=True)
         # This operator has the kernel of stock PyTorch.
-        first, *summands = [torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0) for left, right in parts]
+        first, *summands = [
+            torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0) for left, right in parts
+        ]
         for summand in summands:
             first += summand
         return first
 
-    def with_bias(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    def with_bias(
+        bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
         result = product(a, b)
         result = result if alpha == 1 else result * alpha
         return result if beta == 0 else result.add_(bias, alpha=beta)

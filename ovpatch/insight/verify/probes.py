@@ -70,9 +70,13 @@ class ParameterNames:
     def _learn(self, places: list[tuple[str, Tensor]], index: int) -> None:
         owned: dict[int, str] = {}
         self._roots[index] = []
-        for root in _owners({id(parameter): position for position, (_, parameter) in enumerate(places)}):
+        for root in _owners(
+            {id(parameter): position for position, (_, parameter) in enumerate(places)}
+        ):
             self._roots[index].append(ref(root))
-            owned = {id(parameter): strip_wrappers(name) for name, parameter in root.named_parameters()} | owned
+            owned = {
+                id(parameter): strip_wrappers(name) for name, parameter in root.named_parameters()
+            } | owned
         for place, parameter in places:
             if self._known(parameter) is None:
                 name = owned.get(id(parameter), f"optimizer{index}.{place}")
@@ -115,7 +119,11 @@ def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
     """Return the root modules that own parameters, given by ``id`` and position, in the order of their first."""
     found = []
     for root in find_root_modules():
-        owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
+        owned = [
+            positions[id(parameter)]
+            for parameter in root.parameters()
+            if id(parameter) in positions
+        ]
         if owned:
             found.append((min(owned), -len(owned), root))
     return [root for *_, root in sorted(found, key=lambda item: item[:2])]
@@ -213,19 +221,31 @@ def _stored(handed: Any, file: Any, read: Read | None) -> Values:
 def _is_sharded(value: Any) -> bool:
     if isinstance(value, Tensor):
         return any(base.__name__ in ("DTensor", "ShardedTensor") for base in type(value).__mro__)
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    children = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return any(map(_is_sharded, children))
 
 
 def _file(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    candidates = [kwargs[key] for key in ("f", "filename", "checkpoint_id") if key in kwargs] + list(args[1:2])
+    candidates = [
+        kwargs[key] for key in ("f", "filename", "checkpoint_id") if key in kwargs
+    ] + list(args[1:2])
     return candidates[0] if candidates else None
 
 
 def _shown(file: Any) -> str:
     """Return the name of the file without its folder, which may differ between runs."""
     path = getattr(file, "name", file)
-    return Path(os.fspath(path)).name if isinstance(path, (str, os.PathLike)) else f"a {type(file).__name__}"
+    return (
+        Path(os.fspath(path)).name
+        if isinstance(path, (str, os.PathLike))
+        else f"a {type(file).__name__}"
+    )
 
 
 class ScriptRecorder:
@@ -267,13 +287,17 @@ class ScriptRecorder:
     def _record_backward(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
         losses = [root for root in roots if isinstance(root, Tensor)]
-        names = ["loss"] if len(losses) == 1 else [f"loss {number}" for number in range(len(losses))]
+        names = (
+            ["loss"] if len(losses) == 1 else [f"loss {number}" for number in range(len(losses))]
+        )
         values = {name: keep_value(loss) for name, loss in zip(names, losses, strict=True)}
         self._recorder.record_event(recording.BACKWARD, values, step=self._steps.count + 1)
 
     # ---------------------------------------------------------------- step
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         self._before.pop(optimizer, None)  # left by a step that raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and not _capturing():
@@ -285,11 +309,18 @@ class ScriptRecorder:
         taken = self._taken.get(optimizer, 0)
         self._taken[optimizer] = taken + 1
         values = self._before.pop(optimizer, None) or self._gradients(optimizer)
-        values |= {f"parameter {name}": keep_value(parameter) for name, parameter in self._named(optimizer)}
+        values |= {
+            f"parameter {name}": keep_value(parameter) for name, parameter in self._named(optimizer)
+        }
         index = self._index(optimizer)
         values |= self._state(optimizer)
-        values |= {f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)}
-        values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
+        values |= {
+            f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)
+        }
+        values |= {
+            f"frozen {name}": keep_value(parameter)
+            for name, parameter in self._names.list_frozen(index)
+        }
         values |= noise_runs.digest_generators()
         # The step is the turn that the most frequent optimizer started.
         step = max(self._steps.count, taken + 1)
@@ -303,16 +334,22 @@ class ScriptRecorder:
         return self._names.name_parameters(optimizer, self._index(optimizer))
 
     def _gradients(self, optimizer: Optimizer) -> Values:
-        grads = [(name, p.grad if p.grad is None else peek(p.grad)) for name, p in self._named(optimizer)]
+        grads = [
+            (name, p.grad if p.grad is None else peek(p.grad)) for name, p in self._named(optimizer)
+        ]
         norm = keep_value(_norm([grad for _, grad in grads if grad is not None]))
-        return {"norm of gradients": norm} | {f"gradient {name}": keep_value(grad) for name, grad in grads}
+        return {"norm of gradients": norm} | {
+            f"gradient {name}": keep_value(grad) for name, grad in grads
+        }
 
     def _state(self, optimizer: Optimizer) -> Values:
         values: Values = {}
         for name, parameter in self._named(optimizer):
             _collect(f"state {name}", optimizer.state.get(parameter, {}), values)
         for number, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options = {
+                key: value for key, value in group.items() if key not in ("params", "param_names")
+            }
             _collect(f"option param_groups[{number}]", options, values)
         return values
 
@@ -331,19 +368,25 @@ class ScriptRecorder:
 
     def _saved(self, file: str, contents: Values) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
-        self._recorder.record_event(recording.CHECKPOINT, values, step=max(1, self._steps.count), label=file)
+        self._recorder.record_event(
+            recording.CHECKPOINT, values, step=max(1, self._steps.count), label=file
+        )
         # Some scripts call os._exit after their last checkpoint.
         self._recorder.flush_events()
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
     """Return the 2-norm of all gradients together, in float64; of DTensors, that of the local tensors."""
-    parts = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    parts = [
+        gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients
+    ]
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
     try:
         wide = [torch.complex128 if part.is_complex() else torch.float64 for part in dense]
         pairs = zip(dense, wide, strict=True)
-        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in pairs]
+        norms = [
+            float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in pairs
+        ]
     except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
@@ -360,7 +403,11 @@ def _collect(name: str, value: Any, into: Values) -> None:
 
 def _capturing() -> bool:
     """Return whether a CUDA graph is being captured, during which nothing can be read."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return (
+        torch.cuda.is_available()
+        and torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def start_worker(orders: Orders) -> None:

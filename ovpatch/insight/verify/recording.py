@@ -107,11 +107,19 @@ class EventRecorder:
         self._events.clear()
 
     def record_event(
-        self, kind: str, values: Mapping[str, KeptValue], *, step: int, index: int = 0, label: str = ""
+        self,
+        kind: str,
+        values: Mapping[str, KeptValue],
+        *,
+        step: int,
+        index: int = 0,
+        label: str = "",
     ) -> None:
         """Add an event; see :class:`RecordedEvent` for its parts."""
         kept = {name: tuple(value) for name, value in values.items()}
-        self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
+        self._events.append(
+            {"kind": kind, "index": index, "label": label, "step": step, "values": kept}
+        )
 
     def flush_events(self) -> None:
         """Write the events since the last flush. A missing directory is no error."""
@@ -127,7 +135,9 @@ class EventRecorder:
 
     def _know_rank(self) -> int:
         """Return the rank; a process keeps it when its group is destroyed."""
-        if self._rank is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if self._rank is None or (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        ):
             self._rank = steps.get_rank()
         return self._rank
 
@@ -164,8 +174,15 @@ def compute_digest(tensor: Tensor) -> str:
     weights = _weights(bits.device)
     starts = range(0, bits.numel(), CHUNK)
     parts = [bits[start : start + CHUNK].to(torch.int64) for start in starts]
-    sums = torch.stack([(weights[:, : len(part)] * part).sum(1) for part in parts]).tolist() if parts else []
-    total = [sum(_odd(2 * chunk + n) * row[n] for chunk, row in enumerate(sums)) % _MODULUS for n in range(2)]
+    sums = (
+        torch.stack([(weights[:, : len(part)] * part).sum(1) for part in parts]).tolist()
+        if parts
+        else []
+    )
+    total = [
+        sum(_odd(2 * chunk + n) * row[n] for chunk, row in enumerate(sums)) % _MODULUS
+        for n in range(2)
+    ]
     return f"{total[0]:016x}{total[1]:016x}"
 
 
@@ -277,7 +294,11 @@ def keep_value(value: Any) -> KeptValue:
         return KeptValue("none", "")
     if isinstance(value, str):
         return keep_text(value)
-    return KeptValue(type(value).__name__, repr(value), value) if type(value) in _SCALARS else _keep_unread(value)
+    return (
+        KeptValue(type(value).__name__, repr(value), value)
+        if type(value) in _SCALARS
+        else _keep_unread(value)
+    )
 
 
 def _keep_unread(value: Any) -> KeptValue:
@@ -292,7 +313,12 @@ def _keep_tensor(tensor: Tensor) -> KeptValue:
         return _keep_unread(tensor)
     try:
         return _keep_strided(tensor.to_dense() if tensor.layout is not torch.strided else tensor)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # uninitialised, or without plain values
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ):  # uninitialised, or without plain values
         return _keep_unread(tensor)
 
 

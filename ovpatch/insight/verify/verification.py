@@ -198,7 +198,9 @@ class Request:
     strict: bool = True
     timeout: float = 600.0
 
-    def make_variant(self, name: str, features: str | None = variants.STOCK, **details: Any) -> Variant:
+    def make_variant(
+        self, name: str, features: str | None = variants.STOCK, **details: Any
+    ) -> Variant:
         """Return a variant of this verification."""
         variables = dict(noise_runs.VARIABLES)
         if self.deterministic:
@@ -327,7 +329,8 @@ class _Verifier:
             if not compared.finite_parameters:
                 return _Answer(
                     Conclusion.NO_STEP,
-                    "every loss and every parameter is NaN or infinite, also in stock PyTorch, and all NaNs are equal",
+                    "every loss and every parameter is NaN or infinite, also in stock PyTorch, and "
+                    "all NaNs are equal",
                 )
             self.notes.append(
                 "Every loss is NaN or infinite, also in stock PyTorch. The verdict rests on the "
@@ -340,7 +343,9 @@ class _Verifier:
         if not patched.exercised:
             return _Answer(Conclusion.NOT_EXERCISED, _explain_no_exercise(patched))
         if compared.steps < self._request.steps:
-            self.notes.append(f"The script ended by itself before step {self._request.steps} of --steps.")
+            self.notes.append(
+                f"The script ended by itself before step {self._request.steps} of --steps."
+            )
         return _Answer(self._find_equality(), self._describe_scope())
 
     def _find_equality(self) -> Conclusion:
@@ -383,7 +388,10 @@ class _Verifier:
         if should_warn and _NO_DETERMINISTIC_FORM in outcome.read_log():
             self._request = replace(request, strict=False, out=request.out / "warned")
             self._request.out.mkdir()
-            self.notes.append("Not all is deterministic: the script uses operations of which torch has no such form.")
+            self.notes.append(
+                "Not all is deterministic: the script uses operations of which torch has no such "
+                "form."
+            )
             return self._run_stock()
         if outcome.failures:
             error = outcome.failures[0]["error"]
@@ -394,7 +402,9 @@ class _Verifier:
                 f"it hangs in stock PyTorch: no step within {request.timeout:g} s",
             )
         if outcome.code and not variants.read_slowest_step(outcome.folder):
-            return _Answer(Conclusion.SCRIPT_FAILS, f"in stock PyTorch it fails {_describe_end(outcome)}")
+            return _Answer(
+                Conclusion.SCRIPT_FAILS, f"in stock PyTorch it fails {_describe_end(outcome)}"
+            )
         return None
 
     def _run_patched(self) -> _Answer | None:
@@ -433,7 +443,9 @@ class _Verifier:
 
     def _measure_noise(self) -> _Answer | None:
         """Run stock unchanged and reordered, and compare stock and patched again."""
-        if answer := self._run_noise("rerun") or self._run_noise("reordered", **self._make_reordering(1)):
+        if answer := self._run_noise("rerun") or self._run_noise(
+            "reordered", **self._make_reordering(1)
+        ):
             return answer
         itself = compare_runs(self._stock, self._noise_runs["rerun"])
         reordered = compare_runs(self._stock, self._noise_runs["reordered"])
@@ -450,7 +462,8 @@ class _Verifier:
             )
             advice = "seeds" if self._request.deterministic else "seeds, or try --deterministic"
             self.notes.append(
-                f"{self._unsteady} Differences of that size prove nothing about ovpatch. Give it {advice}."
+                f"{self._unsteady} Differences of that size prove nothing about ovpatch. Give it "
+                f"{advice}."
             )
         self._compared = compare_runs(self._stock, self._patched, self._noise_runs)
         self._is_noise_known = not self._failed
@@ -479,7 +492,9 @@ class _Verifier:
         self._noise_runs[name] = run
         outcome = self._outcomes[name]
         if outcome.code != self._outcomes["stock"].code:
-            self.notes.append(f"The run '{name}' ended with {outcome.describe_exit()}, stock did not.")
+            self.notes.append(
+                f"The run '{name}' ended with {outcome.describe_exit()}, stock did not."
+            )
         return None
 
     def _make_reordering(self, number: int) -> dict[str, Any]:
@@ -525,9 +540,13 @@ class _Verifier:
             # A feature that all features require has no variant: without it, nothing would be patched.
             self._blamed = [feature for feature in patched.applied if feature not in reduced]
         if not self._blamed:
-            self.notes.append("No single feature is to blame: without any one of them, the difference remains.")
+            self.notes.append(
+                "No single feature is to blame: without any one of them, the difference remains."
+            )
         if wrong and any(finding.row.name == ORDER for finding in self._compared.different):
-            self.notes.append(f"Afterwards {wrong}: ranks that are out of step do not end together.")
+            self.notes.append(
+                f"Afterwards {wrong}: ranks that are out of step do not end together."
+            )
             wrong = ""
         return _Answer(Conclusion.DIFFERENT, self._describe_difference(wrong))
 
@@ -560,7 +579,9 @@ class _Verifier:
         unread = [f"'{name}' ({kind})" for name, kind in self._compared.unread.items()]
         if unread:
             more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-            self.notes.append(f"These values cannot be read and were not compared: {', '.join(unread[:3])}{more}.")
+            self.notes.append(
+                f"These values cannot be read and were not compared: {', '.join(unread[:3])}{more}."
+            )
 
     def _describe_scope(self) -> str:
         """Return how many values are equal, and how, with the features that did work."""
@@ -621,7 +642,9 @@ class _Verifier:
         )
 
 
-def verify(request: Request, progress: Callable[[str, int], None] = lambda variant, step: None) -> Verification:
+def verify(
+    request: Request, progress: Callable[[str, int], None] = lambda variant, step: None
+) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
     Args:
@@ -691,7 +714,9 @@ def _explain_no_exercise(patched: Outcome) -> str:
         return "no process of the command reported that it is patched; see `ovpatch doctor`"
     if not patched.applied:
         features = patched.report["features"]
-        states = [f"{feature['name']} {feature['state']} ({feature['reason']})" for feature in features]
+        states = [
+            f"{feature['name']} {feature['state']} ({feature['reason']})" for feature in features
+        ]
         return f"no feature was on: {', '.join(states)}"
     idle = [f"{name}: {reason}" if reason else name for name, reason in patched.idle.items()]
     return f"the runs are equal, but no feature that was on did any work ({'; '.join(idle)})"

@@ -31,7 +31,9 @@ class BackwardWaits:
     launch_inside: Callable[[], None] | None = None
     launch_before: Callable[[Sequence[Any]], None] | None = None
 
-    def fill(self, launch_inside: Callable[[], None], launch_before: Callable[[Sequence[Any]], None]) -> None:
+    def fill(
+        self, launch_inside: Callable[[], None], launch_before: Callable[[Sequence[Any]], None]
+    ) -> None:
         """Have backwards launch this work before they wait."""
         self.launch_inside = launch_inside
         self.launch_before = launch_before

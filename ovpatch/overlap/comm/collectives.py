@@ -167,7 +167,9 @@ class GlooAllReduce:
     def _coalesce(self, tensors: list[Tensor]) -> Work:
         sizes = [tensor.numel() for tensor in tensors]
         flat = self._pool.get(sum(sizes), tensors[0])
-        views = [view.view(tensor.shape) for view, tensor in zip(flat.split(sizes), tensors, strict=True)]
+        views = [
+            view.view(tensor.shape) for view, tensor in zip(flat.split(sizes), tensors, strict=True)
+        ]
         _copy(views, tensors)
 
         def unpack() -> None:
@@ -349,7 +351,9 @@ class Transport(Protocol):
     def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start all-gathers, see :meth:`AllGather.__call__`."""
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool
+    ) -> Sequence[Work]:
         """Start reduce-scatters that sum at least in fp32, see :meth:`ReduceScatter.__call__`.
 
         Args:
@@ -428,7 +432,9 @@ class AllReduce:
         average: Whether to average instead of sum, which not all backends can.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False
+    ) -> None:
         self._group = group
         operation = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         self._single_options = dist.AllreduceOptions()
@@ -477,7 +483,9 @@ class AllGather:
         self._transport_group = group
         self._device = device
         self._group = communicator or group
-        self._options, self._blocking_options = (dist.distributed_c10d.AllgatherOptions() for _ in range(2))
+        self._options, self._blocking_options = (
+            dist.distributed_c10d.AllgatherOptions() for _ in range(2)
+        )
         self._options.asyncOp = True
         self._blocking_options.asyncOp = False
         self._ungrouped: GlooAllGather | None = None
@@ -491,7 +499,9 @@ class AllGather:
         """
         _wait_for(self([output], [part], self._blocking_options))
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Sequence[Work]:
+    def __call__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> Sequence[Work]:
         """Start the all-gathers.
 
         Args:
@@ -551,7 +561,9 @@ class ReduceScatter:
         average: Whether to average instead of sum, which not all backends can.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False
+    ) -> None:
         self._group = group
         self._device = device
         self._average = average
@@ -572,7 +584,9 @@ class ReduceScatter:
         """
         _wait_for(self([output], [terms], self._blocking_options))
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Sequence[Work]:
+    def __call__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> Sequence[Work]:
         """Start the reduce-scatters.
 
         Args:
@@ -606,13 +620,17 @@ class Collectives:
         average: Whether to average instead of sum, which not all backends can.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False
+    ) -> None:
         self._group = group
         self._device = device
         self.all_reduce = AllReduce(group, device, average=average)
         self.reduce_scatter = ReduceScatter(group, device, average=average)
 
-    def reduce_scatter_fp32(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+    def reduce_scatter_fp32(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Sequence[Work]:
         """Average bf16 or fp16 tensors in fp32, which only a transport can.
 
         See :meth:`ReduceScatter.__call__`.

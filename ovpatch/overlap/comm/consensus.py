@@ -114,7 +114,9 @@ def check_consistent_once(
         group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
 
 
-def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float, remedy: str = "") -> str:
+def agree_on_name(
+    group: dist.ProcessGroup, topic: str, *, timeout_s: float, remedy: str = ""
+) -> str:
     """Return a new name, the same on all ranks, that no call in any process returns again.
 
     Every rank of the group must call this the same number of times per topic.
@@ -184,7 +186,9 @@ def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
 class _Round:
     """One comparison of terms over the ranks of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, topic: str, timeout_s: float, remedy: str = "") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, topic: str, timeout_s: float, remedy: str = ""
+    ) -> None:
         self._group = group
         self._topic = topic
         self._timeout_s = timeout_s
@@ -192,14 +196,18 @@ class _Round:
         self._store = c10d._get_process_group_store(group)
         self._base = f"ovpatch/{topic}/{group.size()}"
 
-    def run(self, terms: Mapping[str, Any], objection: str = "", value: Any = None) -> dict[str, Any]:
+    def run(
+        self, terms: Mapping[str, Any], objection: str = "", value: Any = None
+    ) -> dict[str, Any]:
         """Return the verdict, which has the objections, marks and values of the ranks.
 
         Raises:
             RankMismatchError: The verdict is an error.
         """
         mark = uuid.uuid4().hex
-        own = json.dumps({"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True)
+        own = json.dumps(
+            {"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True
+        )
         if self._group.rank() == 0:
             number = self._store.add(f"{self._base}/rounds", 1)
             prefix = f"{self._base}/{number}"
@@ -286,7 +294,9 @@ class _Round:
             return {}
         # The verdict may have come just now, and then it is valid for this rank as well.
         given_up = json.dumps({"marks": [], "gone": own_rank})
-        decided: dict[str, Any] = json.loads(store.compare_set(f"{self._base}/{joined}/verdict", "", given_up))
+        decided: dict[str, Any] = json.loads(
+            store.compare_set(f"{self._base}/{joined}/verdict", "", given_up)
+        )
         return decided if mark in decided["marks"] else {}
 
     # --- errors ---
@@ -325,7 +335,9 @@ def _describe_difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> st
         for rank, term in zip(ranks, terms, strict=True):
             ranks_by_value.setdefault(json.dumps(term.get(name)), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = [f"{value} on rank {_list_ranks(own)}" for value, own in ranks_by_value.items()]
+            values = [
+                f"{value} on rank {_list_ranks(own)}" for value, own in ranks_by_value.items()
+            ]
             parts.append(f"{name} is {' but '.join(values)}")
     return "; ".join(parts)
 
@@ -336,7 +348,9 @@ def _list_ranks(ranks: list[int]) -> str:
     return listed if len(ranks) <= 8 else f"{listed} and {len(ranks) - 8} more"
 
 
-_REMEDY_LATE: Final = "Let all ranks build the model at about the same time, or give them a larger timeout."
+_REMEDY_LATE: Final = (
+    "Let all ranks build the model at about the same time, or give them a larger timeout."
+)
 
 _REMEDY_INACTIVE: Final = (
     "Either ovpatch is not active there, or that rank does not build the same model. "
@@ -344,4 +358,6 @@ _REMEDY_INACTIVE: Final = (
     "environment of all ranks; OVPATCH=0 on all ranks turns ovpatch off."
 )
 
-_REMEDY_SETTINGS: Final = "Give every rank the same OVPATCH variables and the same arguments of ovpatch.apply()."
+_REMEDY_SETTINGS: Final = (
+    "Give every rank the same OVPATCH variables and the same arguments of ovpatch.apply()."
+)

@@ -266,9 +266,12 @@ def _is_in_file(store: dist.Store) -> bool:
 
 
 _REMEDY_MISSING: Final = (
-    "Check the output of its peers: a rank may have exited, hang, or run other steps than this rank."
+    "Check the output of its peers: a rank may have exited, hang, or run other steps "
+    "than this rank."
 )
-_ERROR_MISSING: Final = "ovpatch: not all ranks reached the same collective within {:g} s. " + _REMEDY_MISSING
+_ERROR_MISSING: Final = (
+    "ovpatch: not all ranks reached the same collective within {:g} s. " + _REMEDY_MISSING
+)
 _ERROR_ABORTED: Final = (
     "ovpatch: a rank does not join this collective, because it stepped its optimizer with "
     "gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "

@@ -94,7 +94,8 @@ def find_host_layout(group: dist.ProcessGroup) -> HostLayout:
     """Return the hosts of a group's ranks; the first call is made by all ranks together."""
     state = group_state(group)
     layout: HostLayout = state.get_or_create(
-        HostLayout, lambda: HostLayout.of(gather_values(group, "hosts", identify_host()), group.rank())
+        HostLayout,
+        lambda: HostLayout.of(gather_values(group, "hosts", identify_host()), group.rank()),
     )
     return layout
 
@@ -202,7 +203,11 @@ class HostGroups:
 
 
 def _make_gloo(
-    group: dist.ProcessGroup, name: str, ranks: Sequence[int], device: torch.device, timeout_s: float
+    group: dist.ProcessGroup,
+    name: str,
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout_s: float,
 ) -> dist.ProcessGroup:
     """Return a communicator over some ranks of a group, this rank among them."""
     store = group_store(group)
@@ -272,10 +277,14 @@ class _Reduction:
         return self.is_last_stage and all(map(IS_COMPLETED, self._works))
 
 
-def find_host_groups(group: dist.ProcessGroup, device: torch.device, layout: HostLayout) -> HostGroups:
+def find_host_groups(
+    group: dist.ProcessGroup, device: torch.device, layout: HostLayout
+) -> HostGroups:
     """Return the communicators of a group's hosts, created by the first call of all ranks."""
     state = group_state(group)
-    made: HostGroups = state.get_or_create((HostGroups, device.type), lambda: HostGroups(group, device, layout))
+    made: HostGroups = state.get_or_create(
+        (HostGroups, device.type), lambda: HostGroups(group, device, layout)
+    )
     return made
 
 
@@ -379,7 +388,9 @@ class HostAllReduce(AllReduce):
     Then each of them broadcasts its slice within its host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, find: Callable[[], HostGroups]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, find: Callable[[], HostGroups]
+    ) -> None:
         super().__init__(group, device)
         # The communicators are created in the first backward, which all ranks reach.
         self._find = find
@@ -422,13 +433,17 @@ class HostReduceScatter(ReduceScatter):
     shards over hosts.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, find: Callable[[], HostGroups]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, find: Callable[[], HostGroups]
+    ) -> None:
         super().__init__(group, device)
         self._find = find
         self._pool = BufferPool()
         self._within: ReduceScatter | None = None
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: object = None) -> Sequence[Work]:
+    def __call__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: object = None
+    ) -> Sequence[Work]:
         """Start the reduce-scatters; see :class:`ReduceScatter`.
 
         Args:
@@ -471,7 +486,9 @@ def make_collectives(
     if layout is None or not (reduces_by_host or shards_by_host):
         return Collectives(group, device, average=average)
     assert not average, "gloo cannot average"
-    return HostCollectives(group, device, layout, reduces_by_host=reduces_by_host, shards_by_host=shards_by_host)
+    return HostCollectives(
+        group, device, layout, reduces_by_host=reduces_by_host, shards_by_host=shards_by_host
+    )
 
 
 def _view_reals(tensor: Tensor) -> Tensor:

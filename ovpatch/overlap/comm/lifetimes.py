@@ -118,7 +118,9 @@ class GroupState:
         """True in a fork of the process that created the state. A fork is no rank of the group."""
         return os.getpid() != self._pid
 
-    def get_or_create(self, key: Hashable, make: Callable[[], T], *, keeps_group: bool = False) -> T:
+    def get_or_create(
+        self, key: Hashable, make: Callable[[], T], *, keeps_group: bool = False
+    ) -> T:
         """Return the value of ``key``; the first call creates it.
 
         Args:
@@ -153,7 +155,9 @@ def group_state(group: dist.ProcessGroup) -> GroupState:
     return state
 
 
-def group_values(kind: type[T], group: dist.ProcessGroup | None = None) -> list[tuple[dist.ProcessGroup, T]]:
+def group_values(
+    kind: type[T], group: dist.ProcessGroup | None = None
+) -> list[tuple[dist.ProcessGroup, T]]:
     """Return all values of a class with their process groups.
 
     Args:
@@ -257,7 +261,9 @@ def _run_after_fork() -> None:
             function(owner)
 
 
-_after_fork_functions: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
+_after_fork_functions: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = (
+    weakref.WeakKeyDictionary()
+)
 reset_after_fork(sys.modules[__name__], "_lock", threading.Lock)
 
 os.register_at_fork(after_in_child=_run_after_fork)

@@ -126,7 +126,9 @@ def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.P
     return wrap_backend(own_store, device, kind, made)
 
 
-def wrap_backend(store: dist.Store, device: torch.device, kind: Any, backend: Any) -> dist.ProcessGroup:
+def wrap_backend(
+    store: dist.Store, device: torch.device, kind: Any, backend: Any
+) -> dist.ProcessGroup:
     """Return a communicator that torch does not register; see [Note: step communicators]."""
     communicator = dist.ProcessGroup(store, backend.rank(), backend.size())
     communicator._set_default_backend(kind)

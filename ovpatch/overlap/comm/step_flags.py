@@ -95,7 +95,9 @@ class StepFlags:
         flags = get_flags() if is_due and get_flags is not None else ()
         with profiler_span(self._label):
             steps = range(self._last_step + 1, step + 1)
-            flag_sum = _FlagSum.start(steps, [self._num_failed, *flags], self._device, self._all_reduce)
+            flag_sum = _FlagSum.start(
+                steps, [self._num_failed, *flags], self._device, self._all_reduce
+            )
         self._pending.append(flag_sum)
         # A sum of failures alone must not replace flags that have not taken effect.
         if flags:
@@ -169,7 +171,9 @@ class _FlagSum:
     event: torch.cuda.Event | None = None
 
     @staticmethod
-    def start(steps: range, flags: Sequence[int], device: torch.device, all_reduce: AllReduce) -> _FlagSum:
+    def start(
+        steps: range, flags: Sequence[int], device: torch.device, all_reduce: AllReduce
+    ) -> _FlagSum:
         if device.type != "cuda":
             with outside_modes():
                 sums = torch.tensor(flags, dtype=torch.int32, device=device)

@@ -184,7 +184,9 @@ class SideStreams:
         # Per thread: its streams, and whether its switches are recorded.
         self._local = threading.local()
         # The streams of live threads, by id of the thread.
-        self._threads: weakref.WeakValueDictionary[int, _ThreadStreams] = weakref.WeakValueDictionary()
+        self._threads: weakref.WeakValueDictionary[int, _ThreadStreams] = (
+            weakref.WeakValueDictionary()
+        )
         # The transfers, by index of the device.
         self._devices: dict[int, _DeviceTransfers] = {}
 
@@ -213,7 +215,9 @@ class SideStreams:
         if transfers.seen_counts.get(handle) != count:
             # A list, because other threads add transfers.
             in_flight = [reference() for reference in transfers.in_flight.valuerefs()]
-            is_following = [transfer.follow(stream) for transfer in in_flight if transfer is not None]
+            is_following = [
+                transfer.follow(stream) for transfer in in_flight if transfer is not None
+            ]
             if all(is_following):
                 transfers.seen_counts[handle] = count
 
@@ -233,7 +237,9 @@ class SideStreams:
         # A thread that reads the new count must find the transfer.
         transfers.count += 1
         threads = [reference() for reference in self._threads.valuerefs()]
-        current = [streams[device] for streams in threads if streams is not None and device in streams]
+        current = [
+            streams[device] for streams in threads if streams is not None and device in streams
+        ]
         # In threads that have never switched, the default stream is current.
         if launched.stream_id:
             current.append(torch.cuda.default_stream(device))

@@ -138,7 +138,11 @@ class BucketAssignment:
             kind = self._get_kind(group)
             group = postponed.pop(kind, []) + group
             # A dictionary serves as an ordered set.
-            small = {i: None for i in group if i not in self.sharder.sharded and self.params[i].numel() < SMALL_NUMEL}
+            small = {
+                i: None
+                for i in group
+                if i not in self.sharder.sharded and self.params[i].numel() < SMALL_NUMEL
+            }
             small_bytes = sum(self.params[i].nbytes for i in small)
             if position < last[kind] and small_bytes < _MIN_SMALL_BYTES:
                 postponed[kind] = list(small)
@@ -161,7 +165,9 @@ class BucketAssignment:
             return SparseBucket(indices[0], params[0])
         dtype = torch.float32 if self.in_fp32 and params[0].dtype in LOW_PRECISION_DTYPES else None
         # The sharder has no bucket for these gradients if it shards none of them.
-        return self.sharder.make_bucket(indices, params, dtype) or GradBucket(indices, params, dtype=dtype)
+        return self.sharder.make_bucket(indices, params, dtype) or GradBucket(
+            indices, params, dtype=dtype
+        )
 
     def _is_sparse(self, index: int) -> bool:
         return bool(self.sparse) and self.sparse[index]

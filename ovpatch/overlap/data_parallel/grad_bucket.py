@@ -83,7 +83,8 @@ class GradBucket:
         # would distinguish it from its neighbors in the flat tensor.
         limit = max(self.flat_below if flat_below is None else flat_below, 1)
         are_small = [
-            param.numel() < limit and index not in never_flat for index, param in zip(indices, params, strict=True)
+            param.numel() < limit and index not in never_flat
+            for index, param in zip(indices, params, strict=True)
         ]
         self._small_positions = [i for i, is_small in enumerate(are_small) if is_small]
         self._large_positions = [i for i, is_small in enumerate(are_small) if not is_small]
@@ -91,7 +92,8 @@ class GradBucket:
         self._view_by_position = {i: view for view, i in enumerate(self._small_positions)}
         # A gradient is laid out like its parameter, as autograd makes it, or contiguous.
         self._strides = [
-            param.stride() if is_dense(param) else compute_contiguous_strides(param.shape) for param in params
+            param.stride() if is_dense(param) else compute_contiguous_strides(param.shape)
+            for param in params
         ]
         self._offsets, self._flat_numel = _compute_offsets(self._small_params, self.dtype)
         large_numel = sum(params[i].numel() for i in self._large_positions)
@@ -131,7 +133,9 @@ class GradBucket:
                 self._fill_flat([self._view_by_position[position]], 1.0 / divisor)
                 self._staged_positions.add(position)
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
+    def pack(
+        self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None
+    ) -> list[Tensor]:
         """Return the tensors that the collective sums in place.
 
         Args:
@@ -298,7 +302,11 @@ class GradBucket:
         for i, grad in zip(self._large_positions, grads, strict=True):
             # A gradient that was staged has its input already.
             if i not in self._inputs:
-                if grad is None or self.indices[i] in absent or not self._fits_in_place(i, grad, node_grad):
+                if (
+                    grad is None
+                    or self.indices[i] in absent
+                    or not self._fits_in_place(i, grad, node_grad)
+                ):
                     copied.append(i)
                 else:
                     in_place[i] = grad
@@ -407,7 +415,9 @@ def _multiply(tensors: list[Tensor], scale: float) -> None:
             tensor.mul_(scale)
 
 
-def _compute_offsets(params: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> tuple[list[int], int]:
+def _compute_offsets(
+    params: Sequence[torch.nn.Parameter], dtype: torch.dtype
+) -> tuple[list[int], int]:
     """Return the first element of each gradient in the flat tensor, and the size of the tensor."""
     step = max(1, _CUDA_ALIGNMENT_BYTES // dtype.itemsize) if params and params[0].is_cuda else 1
     offsets = []
@@ -459,9 +469,15 @@ class SparseBucket:
             grad = self.params[0].grad
             with torch.no_grad():
                 # Stock DDP divides. A multiplication by 1/3 would give other bits.
-                self._input = self._make_zero() if grad is None else (_convert_to_sparse(grad) / divisor).coalesce()
+                self._input = (
+                    self._make_zero()
+                    if grad is None
+                    else (_convert_to_sparse(grad) / divisor).coalesce()
+                )
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
+    def pack(
+        self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None
+    ) -> list[Tensor]:
         """Return the gradient, divided."""
         del absent, node_grad
         self.stage_grad(self.indices[0], divisor)

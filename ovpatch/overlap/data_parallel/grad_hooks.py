@@ -67,7 +67,9 @@ class GradHooks:
         is_shared: Whether another reducer reads gradients of these parameters.
     """
 
-    def __init__(self, params: Sequence[Parameter], reducer: GradReducer, *, sums_in_fp32: bool = False) -> None:
+    def __init__(
+        self, params: Sequence[Parameter], reducer: GradReducer, *, sums_in_fp32: bool = False
+    ) -> None:
         _hide_hooks()
         self.nodes: list[Node] = []
         self.attachments = 0
@@ -162,7 +164,9 @@ class GradHooks:
     def find_user_hooks(self) -> bool:
         """Return whether hooks of the script may read or change gradients."""
         model = self._model() if self._model is not None else None
-        if model is not None and (any(self._leaf_tables) or self._list_children(model) != self._children):
+        if model is not None and (
+            any(self._leaf_tables) or self._list_children(model) != self._children
+        ):
             self._walk(model)
         if self.is_shared or any(self._module_tables):
             return True

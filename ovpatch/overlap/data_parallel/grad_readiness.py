@@ -223,7 +223,9 @@ class GradReadiness:
             return
         before = self.expected[index] if index in self._marked else 0
         if self.seen[index] >= max(before, 1):
-            raise self._make_surplus_error(index, "declared after other contributions", before + count)
+            raise self._make_surplus_error(
+                index, "declared after other contributions", before + count
+            )
         self.is_simple = False
         self._marked.add(index)
         self.expected[index] = before + count
@@ -280,7 +282,11 @@ class GradReadiness:
         if self.seen == self.expected:
             return []
         pairs = enumerate(zip(self.seen, self.expected, strict=True))
-        return [index for index, (seen, expected) in pairs if seen < expected and index not in self._marked]
+        return [
+            index
+            for index, (seen, expected) in pairs
+            if seen < expected and index not in self._marked
+        ]
 
     def _make_surplus_error(self, index: int, key: str, number: int) -> SurplusGradientError:
         expected = self.expected[index]

@@ -317,7 +317,9 @@ class GradReducer:
         """Raise RuntimeError if the last backward has not been completed."""
         if self.state is ReducerState.REDUCING or self.state is ReducerState.FAILED:
             missing = {index: self.names[index] for index in self.readiness.list_missing()}
-            raise self.make_error(self.owner.describe_missing(missing, self.facts, self.group.rank()))
+            raise self.make_error(
+                self.owner.describe_missing(missing, self.facts, self.group.rank())
+            )
 
     def rebuild_buckets(self) -> bool:
         """Assign buckets along the order of the first backward, once; return whether this did."""

@@ -260,4 +260,12 @@ def make_grad_sharder(
     factory = _Registration.factory
     if factory is None:
         return GradSharder()
-    return factory(params, names, group, sparse=sparse, in_fp32=in_fp32, sums_in_fp32=sums_in_fp32, layout=layout)
+    return factory(
+        params,
+        names,
+        group,
+        sparse=sparse,
+        in_fp32=in_fp32,
+        sums_in_fp32=sums_in_fp32,
+        layout=layout,
+    )

@@ -81,7 +81,10 @@ class GradSync:
         self._max_inflight_bytes = max_inflight_bytes
         self._before_first = before_first
         self._host_barrier = host_barrier
-        self._labels = [profiler_label(feature, "all_reduce", f"bucket {number}") for number in range(len(buckets))]
+        self._labels = [
+            profiler_label(feature, "all_reduce", f"bucket {number}")
+            for number in range(len(buckets))
+        ]
         self._collectives = {
             bucket.device: make_collectives(
                 group,

@@ -68,7 +68,10 @@ class UsageMap:
         self.is_reducing = True
         # No sum of ranks that used a parameter once reaches this number.
         several = self._world + 1
-        flags = [used * (several if count > 1 else 1) for used, count in zip(self._used, counts, strict=False)]
+        flags = [
+            used * (several if count > 1 else 1)
+            for used, count in zip(self._used, counts, strict=False)
+        ]
         self._map = torch.tensor(flags or self._used, dtype=torch.int32, device=self._device)
         with profiler_span(_USAGE_LABEL):
             self._works = self._all_reduce([self._map])

@@ -245,9 +245,13 @@ class TuningCache:
             used, or if there is no readable file.
     """
 
-    def __init__(self, directory: Path | None, feature: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path | None, feature: str, environment: Mapping[str, str]
+    ) -> None:
         self._environment = dict(environment)
-        digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
         name = f"{feature}-{digest}.json"
         self.path = None if directory is None else directory / "choices" / name
         self.problem = ""
@@ -267,7 +271,9 @@ class TuningCache:
         except (ValueError, RecursionError) as error:
             # The errors of JSON are ValueErrors.
             why = str(error)
-        self.problem = f"{self.path} is damaged and was not used ({why}): the next measurement writes it again"
+        self.problem = (
+            f"{self.path} is damaged and was not used ({why}): the next measurement writes it again"
+        )
         return {}
 
     def write(self, key: str, times: Mapping[str, float]) -> None:
@@ -300,7 +306,11 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def _check_format(data: Any, environment: Mapping[str, str]) -> dict[str, Times]:
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("environment") != environment:
+    if (
+        not isinstance(data, dict)
+        or data.get("format") != FORMAT
+        or data.get("environment") != environment
+    ):
         raise ValueError("its header has another format or environment")
     choices = data.get("choices")
     if not isinstance(choices, dict) or not all(map(_are_valid_times, choices.values())):
@@ -340,7 +350,9 @@ _REASON_CREATION_FAILED: Final = (
 class TuningBudget:
     """The seconds that a process may spend on measurements."""
 
-    def __init__(self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, seconds: float = BUDGET_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.seconds = seconds
         self._clock = clock
         self._spent = 0.0
@@ -473,7 +485,9 @@ class Autotuner:
         work = functools.partial(self._look_up_or_measure, group, communicator, tuning)
         return run_in_own_thread(work, self._device)
 
-    def _look_up_or_measure(self, group: dist.ProcessGroup, communicator: dist.ProcessGroup, tuning: Tuning) -> Choice:
+    def _look_up_or_measure(
+        self, group: dist.ProcessGroup, communicator: dist.ProcessGroup, tuning: Tuning
+    ) -> Choice:
         numbers = RankNumbers(communicator, self._device)
         cache = self._cache
         if cache is None:
@@ -500,7 +514,9 @@ class Autotuner:
         with self._budget.spend():
             return self._measure(group, tuning, numbers, cache)
 
-    def _measure(self, group: dist.ProcessGroup, tuning: Tuning, numbers: RankNumbers, cache: TuningCache) -> Choice:
+    def _measure(
+        self, group: dist.ProcessGroup, tuning: Tuning, numbers: RankNumbers, cache: TuningCache
+    ) -> Choice:
         candidates, own_problem = self._make_candidates(tuning)
         (problem,) = numbers.maximum([own_problem])
         if problem == _NO_MEMORY:
@@ -509,7 +525,9 @@ class Autotuner:
         if problem:
             return Choice(tuning.default, _REASON_CREATION_FAILED)
         first_call = functools.partial(self._first_call, group, tuning)
-        times = measure_candidates(candidates, numbers, self._device, self._budget.seconds_left, first_call)
+        times = measure_candidates(
+            candidates, numbers, self._device, self._budget.seconds_left, first_call
+        )
         if times is None:
             return self._choose_default_for_time(tuning)
         if group.rank() == 0:
@@ -551,7 +569,9 @@ class Autotuner:
         except Exception as error:
             # Compilers of kernels have their own error classes.
             is_baseline = name == tuning.candidates[0]
-            if is_baseline or not _fails_on_all_ranks(group, f"{self._feature}: {name}", tuning.key):
+            if is_baseline or not _fails_on_all_ranks(
+                group, f"{self._feature}: {name}", tuning.key
+            ):
                 raise
             reason = _summarize(error)
             add_report_line(self._feature, f"{name} was left out for {tuning.key}: {reason}")
@@ -576,10 +596,14 @@ class Autotuner:
         }
 
 
-def get_autotuner(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
+def get_autotuner(
+    group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None
+) -> Autotuner:
     """Return the autotuner of a feature on a group, created by the first call."""
     key = (Autotuner, feature, device)
-    return group_state(group).get_or_create(key, lambda: Autotuner(device, feature, directory, BUDGET))
+    return group_state(group).get_or_create(
+        key, lambda: Autotuner(device, feature, directory, BUDGET)
+    )
 
 
 # --- the report ---
@@ -613,7 +637,9 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     reserved = _synchronize(device)
     future: futures.Future[T] = futures.Future()
     # The arguments are in no variable, since this frame must not hold the future at its end.
-    thread = threading.Thread(target=_run_into, args=(future, work, device), name="ovpatch-autotune", daemon=True)
+    thread = threading.Thread(
+        target=_run_into, args=(future, work, device), name="ovpatch-autotune", daemon=True
+    )
     try:
         thread.start()
         # If join() is interrupted, Python 3.11 takes the thread for ended.
@@ -670,7 +696,11 @@ def _summarize(error: Exception) -> str:
 
 def _cannot_measure(device: torch.device) -> bool:
     """Return whether measuring is impossible here; see [Note: when to measure]."""
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or is_capturing(device)
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._current_graph_task_id() != -1
+        or is_capturing(device)
+    )
 
 
 def _count_free_bytes(device: torch.device) -> float:

@@ -140,7 +140,9 @@ _WARNING_LATE: Final = (
 )
 
 
-def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.ProcessGroup | None = None) -> None:
+def attend(
+    group: dist.ProcessGroup, device: torch.device, communicator: dist.ProcessGroup | None = None
+) -> None:
     """Issue a collective of one number after the copies of a backward or step, if there are any.
 
     A stream that waits for a missing rank is no work of the backend, so the backend's watchdog
@@ -229,9 +231,13 @@ def choose(
         # Nothing is measured during a backward, for example for a step in a parameter hook.
         return ""
     if chosen.engine is None:
-        reason = memory.unsupported_reason(group, device, reason_against) or _wait_until_idle(group, device)
+        reason = memory.unsupported_reason(group, device, reason_against) or _wait_until_idle(
+            group, device
+        )
         if not reason:
-            chosen.engine, reason = make_on_all(group, lambda: Engine(group, device, allocate=allocate))
+            chosen.engine, reason = make_on_all(
+                group, lambda: Engine(group, device, allocate=allocate)
+            )
         if reason:
             chosen.final = True
             chosen.reason = reason
@@ -248,9 +254,13 @@ def choose(
         chosen.final = True
         return ""
     choices = {}
-    for what, host_ms in ({"gather": _GATHER_HOST_MS} | ({} if sums else {"reduce-scatter": 0.0})).items():
+    for what, host_ms in (
+        {"gather": _GATHER_HOST_MS} | ({} if sums else {"reduce-scatter": 0.0})
+    ).items():
         tuning = _make_tuning(what, host_ms, communicator or group, engine)
-        choices[what] = get_autotuner(group, device, feature, directory).tune(group, tuning, communicator or group)
+        choices[what] = get_autotuner(group, device, feature, directory).tune(
+            group, tuning, communicator or group
+        )
         # If a candidate has failed, it has on all ranks. After a failure on some ranks only, the
         # autotuner would have raised.
         engine.failed_everywhere()
@@ -326,12 +336,16 @@ def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | No
         # The driver refuses it, for example because a container forbids processes to share memory.
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = f"memory cannot be shared ({first_line})"
-    reason = check_consistent(group, "copy engines", {}, objection=reason, timeout_s=_AGREEMENT_TIMEOUT_S)
+    reason = check_consistent(
+        group, "copy engines", {}, objection=reason, timeout_s=_AGREEMENT_TIMEOUT_S
+    )
     if not reason and created is not None:
         # All ranks have created theirs, so each can try the memory of its peers.
         unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in created.unheard())
         silent = f"data from rank {unheard} does not arrive, or arrives changed" if unheard else ""
-        reason = check_consistent(group, "copy engines", {}, objection=silent, timeout_s=_AGREEMENT_TIMEOUT_S)
+        reason = check_consistent(
+            group, "copy engines", {}, objection=silent, timeout_s=_AGREEMENT_TIMEOUT_S
+        )
     return (None, reason) if reason else (created, "")
 
 
@@ -344,7 +358,9 @@ def _make_tuning(what: str, host_ms: float, group: dist.ProcessGroup, engine: En
     return Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
 
 
-def _make_candidates(what: str, group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
+def _make_candidates(
+    what: str, group: dist.ProcessGroup, engine: Engine, generator: torch.Generator
+) -> Candidates:
     """Return the candidates for a collective. Each runs it concurrently with GEMMs."""
     world, device = group.size(), generator.device
     size = _COLLECTIVE_BYTES // _NUM_TENSORS // torch.float32.itemsize // world
@@ -371,7 +387,9 @@ def _make_gemms(generator: torch.Generator) -> Callable[[Callable[[], Sequence[W
     Some GEMMs start before, so that the GPU is busy while the host launches the collectives.
     """
     size, device = (_ROWS + _FEATURES, _FEATURES), generator.device
-    x, weight = torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device).split([_ROWS, _FEATURES])
+    x, weight = torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device).split(
+        [_ROWS, _FEATURES]
+    )
     out = torch.empty_like(x)
 
     def run_with_gemms(start: Callable[[], Sequence[Work]]) -> None:

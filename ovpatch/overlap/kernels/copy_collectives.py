@@ -30,7 +30,9 @@ from ovpatch.overlap.kernels.copy_window import (
 # --- sums ---
 
 
-def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
+def add_slots(
+    slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int
+) -> None:
     """Write scaled sums.
 
     Terms are added in float32, or in float64 if they are float64. They are added in the order of
@@ -49,7 +51,10 @@ def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: fl
         sum_kernel.launch_sum(slots, addends, scale, stream)
         return
     for own, out, at in addends:
-        terms = [own.tensor() if slot is None else slot.tensor().narrow(0, at, own.numel) for slot in slots]
+        terms = [
+            own.tensor() if slot is None else slot.tensor().narrow(0, at, own.numel)
+            for slot in slots
+        ]
         total = terms[0].to(torch.promote_types(terms[0].dtype, torch.float32))
         for term in terms[1:]:
             total = total + term
@@ -110,7 +115,9 @@ class Engine:
         sizes = tuple(part.nbytes for part in inputs)
         full_addresses = _addresses(outputs, sizes, self._world)
         part_addresses = _addresses(inputs, sizes)
-        places = [address + self._rank * size for address, size in zip(full_addresses, sizes, strict=True)]
+        places = [
+            address + self._rank * size for address, size in zip(full_addresses, sizes, strict=True)
+        ]
         # Inputs that are not already at their place in the output.
         elsewhere = [i for i, place in enumerate(places) if place != part_addresses[i] and sizes[i]]
 
@@ -127,7 +134,9 @@ class Engine:
             lengths, batch = [*map(_length, pieces)], Batch([], [], [])
             for rank in self._peers:
                 slot = self._addresses[rank] + half
-                batch.to.extend([full_addresses[p.tensor] + rank * sizes[p.tensor] + p.begin for p in pieces])
+                batch.to.extend(
+                    [full_addresses[p.tensor] + rank * sizes[p.tensor] + p.begin for p in pieces]
+                )
                 batch.of.extend([slot + p.at for p in pieces])
                 batch.sizes.extend(lengths)
             self._window.copy(batch, stream)
@@ -145,7 +154,9 @@ class Engine:
             self._run(rounds(sizes, self._slot_bytes, _GRAIN), lay_out, take)
             return [self._streams.end(launched, [*outputs, *inputs])]
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool) -> Sequence[Work]:
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, average: bool
+    ) -> Sequence[Work]:
         """Start a reduce-scatter, like :class:`ovpatch.overlap.comm.collectives.ReduceScatter`.
 
         Terms are added as in :func:`add_slots`. Outputs may have another dtype than inputs.
@@ -164,7 +175,12 @@ class Engine:
             for rank in self._peers:
                 place = self._addresses[rank] + half + self._get_slot_index(self._rank, rank) * slot
                 batch.to.extend([place + p.at * item for p in pieces])
-                batch.of.extend([full_addresses[p.tensor] + (rank * sizes[p.tensor] + p.begin) * item for p in pieces])
+                batch.of.extend(
+                    [
+                        full_addresses[p.tensor] + (rank * sizes[p.tensor] + p.begin) * item
+                        for p in pieces
+                    ]
+                )
                 batch.sizes.extend(lengths)
             return batch
 
@@ -179,7 +195,9 @@ class Engine:
             for tensor, begin, end, at in pieces:
                 # Offsets within the window and the tensors are in elements, addresses in bytes.
                 first, out = self._rank * sizes[tensor] + begin, outputs[tensor]
-                own = Span(inputs[tensor], first, end - begin, full_addresses[tensor] + first * item)
+                own = Span(
+                    inputs[tensor], first, end - begin, full_addresses[tensor] + first * item
+                )
                 to = Span(out, begin, end - begin, sums[tensor] + begin * out.itemsize)
                 addends.append(Addend(own, to, at))
             add_slots(slots, addends, scale, stream)
@@ -273,7 +291,9 @@ def _addresses(tensors: Sequence[Tensor], sizes: Sequence[int] = (), times: int 
     Raises:
         ValueError: A tensor is not contiguous or has another size.
     """
-    fit = not sizes or all(tensor.nbytes == times * size for tensor, size in zip(tensors, sizes, strict=True))
+    fit = not sizes or all(
+        tensor.nbytes == times * size for tensor, size in zip(tensors, sizes, strict=True)
+    )
     if not fit or not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError(_ERROR_SIZES)
     return [tensor.data_ptr() for tensor in tensors]

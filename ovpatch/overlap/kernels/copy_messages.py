@@ -127,7 +127,8 @@ class PointToPoint:
             if self._rank in found
         }
         self._in = {
-            sender: self._make_edge(sender, self._rank, index) for index, sender in enumerate(senders[self._rank])
+            sender: self._make_edge(sender, self._rank, index)
+            for index, sender in enumerate(senders[self._rank])
         }
         # Messages that `receive` has returned and no stream has received yet, by sender.
         self._arrivals: dict[int, deque[_Arrival]] = {sender: deque() for sender in self._in}
@@ -143,7 +144,9 @@ class PointToPoint:
         # An event has a lock, which a thread may hold while the garbage collector stops the watch.
         self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         watched = (weakref.ref(self), self._closed, _WATCH_INTERVAL_S)
-        self._watch = threading.Thread(target=_watch, args=watched, name="ovpatch messages", daemon=True)
+        self._watch = threading.Thread(
+            target=_watch, args=watched, name="ovpatch messages", daemon=True
+        )
         self._watch.start()
         # This also runs at exit, since threads do not survive the interpreter.
         weakref.finalize(self, _stop, self._closed, self._watch)
@@ -223,7 +226,9 @@ class PointToPoint:
         edge = self._out[receiver]
         with self._streams.on_device():
             stream = self._streams.begin((self._rank, receiver))
-            for pieces in rounds(tuple(tensor.nbytes for tensor in tensors), self.slot_bytes, _GRAIN):
+            for pieces in rounds(
+                tuple(tensor.nbytes for tensor in tensors), self.slot_bytes, _GRAIN
+            ):
                 slot = edge.take_number()
                 # The slot was last used this many numbers ago.
                 edge.wait(_FREE, edge.number - self.slots, stream)
@@ -257,7 +262,9 @@ class PointToPoint:
         arrival.is_taken = True
         with self._streams.on_device():
             stream = self._streams.begin((sender, self._rank))
-            for pieces in rounds(tuple(tensor.nbytes for tensor in tensors), self.slot_bytes, _GRAIN):
+            for pieces in rounds(
+                tuple(tensor.nbytes for tensor in tensors), self.slot_bytes, _GRAIN
+            ):
                 slot = edge.take_number()
                 edge.wait(_FULL, edge.number, stream)
                 to = [tensors[piece.tensor].data_ptr() + piece.begin for piece in pieces]
@@ -418,7 +425,9 @@ class _Streams:
         # In a forked child, the messages belong to the parent.
         if not self._exist or torch.cuda._is_in_bad_fork():
             return True
-        return self._marked.query() and all(stream.query() for stream in list(self._streams_by_edge.values()))
+        return self._marked.query() and all(
+            stream.query() for stream in list(self._streams_by_edge.values())
+        )
 
     def may_wait(self, within: bool) -> bool:
         """Return whether a stream waits.
@@ -440,7 +449,9 @@ class _Copying:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
-def _watch(owner: weakref.ref[PointToPoint], closed: queue.SimpleQueue[None], pause_s: float) -> None:
+def _watch(
+    owner: weakref.ref[PointToPoint], closed: queue.SimpleQueue[None], pause_s: float
+) -> None:
     while True:
         with suppress(queue.Empty):
             closed.get(timeout=pause_s)

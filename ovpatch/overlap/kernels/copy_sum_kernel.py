@@ -42,7 +42,9 @@ def add_up_kernel(
     places, sizes = (at0, at1, at2, at3, at4, at5, at6, at7), (n0, n1, n2, n3, n4, n5, n6, n7)
     first = tl.program_id(0)
     for i in tl.static_range(8):
-        first = _sum(slots, owns[i], outs[i], places[i], sizes[i], first, scale, RANK, COUNT, EXACT, BLOCK)
+        first = _sum(
+            slots, owns[i], outs[i], places[i], sizes[i], first, scale, RANK, COUNT, EXACT, BLOCK
+        )
 
 
 @triton.jit
@@ -83,7 +85,9 @@ _SUMS_PER_LAUNCH: Final = 8
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def launch_sum(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
+def launch_sum(
+    slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int
+) -> None:
     """Launch the sums of :func:`.copy_collectives.add_slots` on the current device.
 
     There are at most :data:`MOST` ranks.

@@ -257,7 +257,9 @@ def allocate_window(size: int, group: dist.ProcessGroup, device: torch.device) -
     # The signals of the stream barrier follow the staging memory. No rank may signal before all
     # signals are zero, so they are zeroed before any peer can reach them.
     found = memory.allocate_on_all(size + BYTES, group, device, lambda own: own[size:].zero_())
-    buffers = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
+    buffers = [
+        found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())
+    ]
     ranks = [buffer[:size] for buffer in buffers]
     try:
         driver = Driver()
@@ -352,7 +354,11 @@ class StreamBarrier:
         peer_numbers = [self._get_address(peer, _OWN_INDEX) for peer in range(world)]
         self._driver.copy(Batch(copied, peer_numbers, [_SIGNAL_BYTES] * world), stream)
         found = own[world : 3 * world].view(2, world).tolist()
-        return [rank for rank in range(world) if any(numbers[rank] != _TRIAL_NUMBER for numbers in found)]
+        return [
+            rank
+            for rank in range(world)
+            if any(numbers[rank] != _TRIAL_NUMBER for numbers in found)
+        ]
 
     def __call__(self, stream: int) -> None:
         """Let a stream wait for the streams of all ranks."""

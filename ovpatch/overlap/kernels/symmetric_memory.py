@@ -65,7 +65,9 @@ rendezvous_count = 0
 Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], object]], Memory]
 
 
-def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], object]) -> Memory:
+def allocate(
+    size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], object]
+) -> Memory:
     """Allocate the same number of bytes on all ranks, which call this together.
 
     Args:
@@ -86,7 +88,9 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
         rendezvous_count += 1
         with _without_multicast():
             handle = _symmetric_memory.rendezvous(own, group)
-        addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
+        addresses = [
+            handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())
+        ]
     return Memory(own, addresses, handle)
 
 
@@ -120,7 +124,9 @@ def allocate_on_all(
 
 
 def _agree(objection: str, group: dist.ProcessGroup) -> None:
-    lacking = check_consistent(group, "symmetric memory", {}, objection=objection, timeout_s=_AGREEMENT_TIMEOUT_S)
+    lacking = check_consistent(
+        group, "symmetric memory", {}, objection=objection, timeout_s=_AGREEMENT_TIMEOUT_S
+    )
     if lacking:
         raise LackingError(lacking)
 
@@ -239,7 +245,9 @@ def triton_unavailable_reason() -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 is set, which interprets kernels and is for tests: unset it"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton finds no C compiler for its launchers: install gcc or clang, or set CC to one"
+        return (
+            "Triton finds no C compiler for its launchers: install gcc or clang, or set CC to one"
+        )
     return ""
 
 
@@ -271,7 +279,9 @@ def _identify_socket_place() -> str:
 def _explain_shared_devices(group: dist.ProcessGroup, uuids: list[str]) -> str:
     """Return the ranks that share a GPU, as a reason, or ""."""
     for uuid in dict.fromkeys(uuids):
-        ranks = [str(dist.get_global_rank(group, rank)) for rank, own in enumerate(uuids) if own == uuid]
+        ranks = [
+            str(dist.get_global_rank(group, rank)) for rank, own in enumerate(uuids) if own == uuid
+        ]
         if len(ranks) > 1 and uuid:
             return f"ranks {', '.join(ranks)} share a GPU"
     return ""
@@ -279,7 +289,9 @@ def _explain_shared_devices(group: dist.ProcessGroup, uuids: list[str]) -> str:
 
 def _explain_missing_access(uuids: list[str]) -> str:
     """Return two visible devices that cannot reach each other, as a reason, or ""."""
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    visible = {
+        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
+    }
     for reader in uuids:
         for owner in uuids:
             # This process cannot query devices that it does not see.
@@ -347,7 +359,9 @@ class Workspace:
         scratch: Allocates memory for the descriptors of kernels.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, make_memory: Allocate | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, make_memory: Allocate | None = None
+    ) -> None:
         """Prepare a workspace without memory.
 
         Args:
@@ -408,7 +422,9 @@ class Workspace:
         self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)
         size = HEADER + 2 * self.half_bytes
         # Signals begin at zero, and no peer may write one before.
-        self._memory = self._allocate(size, self.group, self.device, lambda own: own[:HEADER].zero_())
+        self._memory = self._allocate(
+            size, self.group, self.device, lambda own: own[:HEADER].zero_()
+        )
         # Counts take few bytes, and too few counts would mean that all memory is replaced.
         count = max(1 << (max(counts, len(self.counts)) - 1).bit_length(), _MIN_COUNTS)
         with outside_modes():
@@ -461,4 +477,6 @@ def get_workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace:
 
     It is dropped when the group is destroyed.
     """
-    return group_state(group).get_or_create((Workspace, device), lambda: Workspace(group, device), keeps_group=True)
+    return group_state(group).get_or_create(
+        (Workspace, device), lambda: Workspace(group, device), keeps_group=True
+    )

@@ -67,7 +67,9 @@ def wait_for_signals(signals, value, WORLD: tl.constexpr):
     least = value - 1
     while least < value:
         # An atomic addition of zero reads with acquire semantics.
-        seen = tl.atomic_add(signals + ranks, tl.zeros_like(ranks).to(tl.int64), ranks < WORLD, "acquire", "sys")
+        seen = tl.atomic_add(
+            signals + ranks, tl.zeros_like(ranks).to(tl.int64), ranks < WORLD, "acquire", "sys"
+        )
         least = tl.min(tl.where(ranks < WORLD, seen, value), 0)
     tl.debug_barrier()
 
@@ -117,14 +119,18 @@ def is_last_out(count, programs):
 def before_descriptors():
     """Order the observed signals before loads by descriptors, by a proxy fence."""
     if _COMPILED:
-        tl.inline_asm_elementwise("fence.proxy.async.global; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; // $0", "=r", [], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def after_descriptors():
     """Wait until stores by descriptors are complete."""
     if _COMPILED:
-        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1
+        )
 
 
 # --- launches ---

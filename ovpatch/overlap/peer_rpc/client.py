@@ -360,7 +360,9 @@ class Request:
         else:
             self._handle_message(call, *call.connection.receive())
 
-    def _handle_message(self, call: _Call, message: Mapping[str, Any], tensors: list[Tensor]) -> None:
+    def _handle_message(
+        self, call: _Call, message: Mapping[str, Any], tensors: list[Tensor]
+    ) -> None:
         if message["state"] == "unregistered":
             call.state = "does not serve this topic"
         elif message["state"] == "running":

@@ -196,7 +196,10 @@ class PeerRpc:
     def _check_ranks(self, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in ranks if not 0 <= rank < self._size]
         if unknown:
-            raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}. Pass ranks of the group.")
+            raise ValueError(
+                f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}. Pass ranks of the "
+                "group."
+            )
         # The store of a destroyed group is unknown, but a rank that was reached before has an
         # endpoint.
         if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified.get, ranks)):
@@ -206,8 +209,13 @@ class PeerRpc:
         # The failure of one rank cuts the calls of the pending ranks short, so the message must
         # not blame these.
         reasons = request.failures or request.list_pending()
-        details = "; ".join(f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items()))
-        causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
+        details = "; ".join(
+            f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items())
+        )
+        causes = [
+            f"on rank {self._global_ranks[rank]}:\n{trace}"
+            for rank, trace in sorted(request.tracebacks.items())
+        ]
         if causes:
             remedy = _REMEDY_FAILED
         elif any(reason in EXIT_REASONS for reason in reasons.values()):
@@ -239,7 +247,8 @@ _REMEDY_SILENT: Final = (
     "give init_process_group() a larger timeout."
 )
 _REMEDY_EXITED: Final = (
-    "Look for the first error in the output of the rank that has exited, correct it, and start the job again."
+    "Look for the first error in the output of the rank that has exited, correct it, and "
+    "start the job again."
 )
 _REMEDY_FAILED: Final = "The cause is on that rank: correct it there."
 _REMEDY_DESTROYED: Final = (
@@ -290,7 +299,9 @@ class Shutdown:
         pid: The process of the rank. A fork has no part in the shutdown.
     """
 
-    def __init__(self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server) -> None:
+    def __init__(
+        self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server
+    ) -> None:
         self.rank = rank
         self.server = server
         self.is_used = False
@@ -310,7 +321,9 @@ class Shutdown:
         """
         ranks = range(1, len(self._global_ranks)) if self.rank == 0 else [0]
         begin = time.monotonic()
-        request = Request(self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, should_retry=False)
+        request = Request(
+            self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, should_retry=False
+        )
         try:
             while request.list_pending() and time.monotonic() < request.deadline:
                 request.poll()
@@ -322,7 +335,9 @@ class Shutdown:
             request.close()
         if request.list_pending():
             late = ", ".join(str(self._global_ranks[rank]) for rank in request.list_pending())
-            _log.warning("rank %s has not finished within %g s, and this rank stops waiting", late, timeout_s)
+            _log.warning(
+                "rank %s has not finished within %g s, and this rank stops waiting", late, timeout_s
+            )
 
 
 def run_shutdown(shutdowns: Iterable[Shutdown], timeout_s: float) -> None:
@@ -333,7 +348,11 @@ def run_shutdown(shutdowns: Iterable[Shutdown], timeout_s: float) -> None:
         timeout_s: Seconds without a call after which this rank stops waiting in a group.
     """
     # A fork inherits the objects, but no peer waits for it.
-    due = [shutdown for shutdown in shutdowns if not shutdown.has_started and os.getpid() == shutdown.pid]
+    due = [
+        shutdown
+        for shutdown in shutdowns
+        if not shutdown.has_started and os.getpid() == shutdown.pid
+    ]
     for shutdown in due:
         shutdown.has_started = True
         if shutdown.rank or not shutdown.is_needed():

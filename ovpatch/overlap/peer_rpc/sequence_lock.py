@@ -44,7 +44,9 @@ class PinnedStaging:
         self._lock = threading.RLock()
         self._stream = torch.cuda.Stream(device, priority=_STREAM_PRIORITY)
         with outside_modes():
-            self._pinned = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._pinned = torch.empty(
+                _STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -159,10 +161,13 @@ class SequenceLock:
         with self._changed:
             if not self._changed.wait_for(lambda: self.version >= version, timeout_s):
                 raise TornReadError(
-                    f"version {version} was not made within {timeout_s:g} s. The newest version is {self.version}"
+                    f"version {version} was not made within {timeout_s:g} s. The newest version is "
+                    f"{self.version}"
                 )
 
-    def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, is_retained: bool = False) -> _T:
+    def read_version(
+        self, version: int, copy: Callable[[], _T], timeout_s: float, *, is_retained: bool = False
+    ) -> _T:
         """Return the result of ``copy``, read from ``version``, on any thread.
 
         Args:
@@ -183,12 +188,16 @@ class SequenceLock:
         # The host must wait, not the stream: see the note.
         while end is not None and not end.query():
             if time.monotonic() > deadline:
-                raise TornReadError(f"the device did not reach version {version} within {timeout_s:g} s")
+                raise TornReadError(
+                    f"the device did not reach version {version} within {timeout_s:g} s"
+                )
             time.sleep(_QUERY_PAUSE_S)
         with self._staging.on_stream() if self._staging is not None else nullcontext():
             copied = copy()
         if not is_retained and self._is_overwritten(version):
-            raise TornReadError(f"version {version} has been overwritten by version {self._begun_version}")
+            raise TornReadError(
+                f"version {version} has been overwritten by version {self._begun_version}"
+            )
         return copied
 
     def _is_overwritten(self, version: int) -> bool:

@@ -58,7 +58,9 @@ class Server:
             ``time.monotonic()``; 0 before the first call.
     """
 
-    def __init__(self, name: str, addresses: Sequence[str], should_refuse: Callable[[], bool]) -> None:
+    def __init__(
+        self, name: str, addresses: Sequence[str], should_refuse: Callable[[], bool]
+    ) -> None:
         self._name = name
         self._should_refuse = should_refuse
         self._pid = os.getpid()
@@ -99,7 +101,8 @@ class Server:
         with self._changed:
             if topic in self._handlers:
                 raise ValueError(
-                    f"ovpatch: '{topic}' is served already in this process group. Withdraw its handler first."
+                    f"ovpatch: '{topic}' is served already in this process group. Withdraw its "
+                    "handler first."
                 )
             self._handlers[topic] = handler
             self._changed.notify_all()
@@ -258,7 +261,9 @@ class Server:
             connection.send({"state": "unregistered"})
         with self._changed:
             remaining_s = connection.deadline - time.monotonic()
-            self._changed.wait_for(lambda: topic in self._handlers or self._is_closed, max(0.0, remaining_s))
+            self._changed.wait_for(
+                lambda: topic in self._handlers or self._is_closed, max(0.0, remaining_s)
+            )
             return self._handlers.get(topic)
 
 
@@ -281,7 +286,9 @@ def _send_done(connection: Connection) -> None:
 def _listen() -> socket.socket:
     # Peers may reach this machine by different interfaces, so the server listens on all of them.
     if socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        listener = socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
     else:
         listener = socket.create_server(("", 0), backlog=_BACKLOG)
     # A peer may close its connection before this process accepts it, and accept() must not block.

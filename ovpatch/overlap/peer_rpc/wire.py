@@ -86,7 +86,8 @@ class Connection:
         # there have no memory.
         with outside_modes():
             tensors = [
-                torch.empty(shape, dtype=_parse_dtype(name), device="cpu") for name, shape in envelope["tensors"]
+                torch.empty(shape, dtype=_parse_dtype(name), device="cpu")
+                for name, shape in envelope["tensors"]
             ]
             for tensor in tensors:
                 if tensor.numel():
@@ -191,7 +192,9 @@ def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
 
 def _make_plain(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; send its dense parts")
+        raise TypeError(
+            f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; send its dense parts"
+        )
     if tensor.device.type != "cpu":
         raise TypeError(f"a tensor on {tensor.device} cannot be sent; copy it to the CPU first")
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -78,7 +78,11 @@ class CopiedMessages(Messages):
         opened = find_slots(self._group)
         edges = tuple(sorted(set(self._edges)))
         for known_edges, known in opened:
-            if known_edges == edges and known.slots >= self._slots and known.slot_bytes >= self._bytes:
+            if (
+                known_edges == edges
+                and known.slots >= self._slots
+                and known.slot_bytes >= self._bytes
+            ):
                 self._copies = known
                 self.is_open = True
                 return self
@@ -122,9 +126,14 @@ class CopiedMessages(Messages):
     def receive(self, tensors: Sequence[Tensor], sender: int) -> list[Work]:
         """Expect a message in the sender's order. The stream waits for it when the returned handle does."""
         wanted = [view_real(tensor) for tensor in tensors]
-        into = [tensor if tensor.is_contiguous() else tensor.new_empty(tensor.shape) for tensor in wanted]
+        into = [
+            tensor if tensor.is_contiguous() else tensor.new_empty(tensor.shape)
+            for tensor in wanted
+        ]
         work = self._copies.receive(into, sender)
-        pairs = [(tensor, made) for tensor, made in zip(wanted, into, strict=True) if tensor is not made]
+        pairs = [
+            (tensor, made) for tensor, made in zip(wanted, into, strict=True) if tensor is not made
+        ]
         if not pairs:
             return [work]
         return [WorkWithEpilogue([work], lambda: [tensor.copy_(made) for tensor, made in pairs])]
@@ -178,7 +187,9 @@ def find_reason_against_copies(
     return reason or _try_copies(group, devices[0])
 
 
-def _find_local_reason(group: dist.ProcessGroup, devices: Sequence[torch.device], device: torch.device) -> str:
+def _find_local_reason(
+    group: dist.ProcessGroup, devices: Sequence[torch.device], device: torch.device
+) -> str:
     if reason := memory.memory_unsupported_reason(device):
         return reason
     from ovpatch.overlap.kernels.copy_choice import reason_against
@@ -188,7 +199,9 @@ def _find_local_reason(group: dist.ProcessGroup, devices: Sequence[torch.device]
     if device.type == "cuda" and blocks_host(group, device):
         return "the backend of its group is gloo, on which waits block the host"
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        return "with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits holds up all others of the GPU"
+        return (
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits holds up all others of the GPU"
+        )
     return reason_against(device)
 
 
@@ -198,7 +211,9 @@ def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
     from ovpatch.overlap.kernels import copy_window as window
 
     def attempt() -> str:
-        return selection.make_on_all(group, lambda: window.allocate_window(_TRIAL_BYTES, group, device))[1]
+        return selection.make_on_all(
+            group, lambda: window.allocate_window(_TRIAL_BYTES, group, device)
+        )[1]
 
     return group_state(group).get_or_create(("pipeline", "copies"), attempt)
 

@@ -46,13 +46,17 @@ class Communicators(dict[tuple[int, int], dist.ProcessGroup]):
     """
 
 
-def connect_edges(group: dist.ProcessGroup, edges: Iterable[tuple[int, int]], device: torch.device) -> Communicators:
+def connect_edges(
+    group: dist.ProcessGroup, edges: Iterable[tuple[int, int]], device: torch.device
+) -> Communicators:
     """Return the communicators of a group, with those of all edges of this rank connected. All ranks call this."""
     made = group_state(group).get_or_create(Communicators, Communicators)
     name = agree_on_name(group, "pipeline edges", timeout_s=group_timeout_s(group))
     for edge in sorted(set(edges)):
         if dist.get_rank(group) in edge and edge not in made:
-            made[edge] = _make_communicator(group, edge, f"ovpatch/{name}/{edge[0]}-{edge[1]}", device)
+            made[edge] = _make_communicator(
+                group, edge, f"ovpatch/{name}/{edge[0]}-{edge[1]}", device
+            )
     return made
 
 
@@ -72,7 +76,9 @@ def _make_communicator(
     kind = dist.ProcessGroup.BackendType.NCCL
     made._set_default_backend(kind)
     with torch.cuda.device(device):
-        made._register_backend(torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, 2, options))
+        made._register_backend(
+            torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, 2, options)
+        )
         token = torch.zeros(1, dtype=torch.float32, device=device)
         # Torch warns that an unbatched transfer connects lazily, which is the purpose of this one.
         with warnings.catch_warnings():

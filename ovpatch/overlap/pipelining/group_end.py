@@ -16,7 +16,9 @@ def wrap_destroy_process_group(original: Callable[..., None]) -> Callable[..., N
         # Without the module no group has edges, and an import only to find that out would cost time.
         edges = sys.modules.get("ovpatch.overlap.pipelining.edges")
         if edges is not None:
-            edges.close_edges(None if group is sys.modules["torch"].distributed.group.WORLD else group)
+            edges.close_edges(
+                None if group is sys.modules["torch"].distributed.group.WORLD else group
+            )
         original(group)
 
     return destroy_process_group

@@ -98,7 +98,11 @@ def find_target(action: Action, placement: Placement) -> int | None:
     """Return the stage that reads the result of an action, None without one."""
     stages = count_stages(placement)
     target = action.stage + (1 if action.kind is Kind.F else -1)
-    is_there = action.kind is not Kind.W and 0 <= target < len(placement) and target // stages == action.stage // stages
+    is_there = (
+        action.kind is not Kind.W
+        and 0 <= target < len(placement)
+        and target // stages == action.stage // stages
+    )
     return target if is_there else None
 
 
@@ -265,7 +269,9 @@ def _mark_reductions(steps: Sequence[Step]) -> None:
         step.reduces = True
 
 
-def _post_receives(steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int) -> None:
+def _post_receives(
+    steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int
+) -> None:
     """Start each receive before the computation that stands ``ahead`` receiving ones earlier, edges in order."""
     receiving = [number for number, step in enumerate(steps) if step.receive is not None]
     queues: dict[int, list[Receive]] = {}
@@ -273,7 +279,8 @@ def _post_receives(steps: Sequence[Step], messages: dict[tuple[int, int], list[A
         if receiver == rank:
             shift = {Kind.F: 1, Kind.B: -1}
             queues[sender] = [
-                Receive(action._replace(stage=action.stage + shift[action.kind]), sender) for action in sent
+                Receive(action._replace(stage=action.stage + shift[action.kind]), sender)
+                for action in sent
             ]
     places = {receive: place for queue in queues.values() for place, receive in enumerate(queue)}
     posted: Counter[int] = Counter()
@@ -313,7 +320,9 @@ def _find_read(
     for (sender, receiver), queue in messages.items():
         if sender == rank:
             for message in queue:
-                reader = message._replace(stage=message.stage + (1 if message.kind is Kind.F else -1))
+                reader = message._replace(
+                    stage=message.stage + (1 if message.kind is Kind.F else -1)
+                )
                 before = read_at[receiver][-1] if read_at[receiver] else 0
                 read_at[receiver].append(max(before, made_at[reader]))
     for step in steps:

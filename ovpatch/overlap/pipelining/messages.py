@@ -65,7 +65,9 @@ class Messages:
     is_open = True
     is_copied = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, edges: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, edges: Sequence[tuple[int, int]]
+    ) -> None:
         self.remarks: list[str] = []
         self.posted: Final[set[Receive]] = set()
         self.arriving: Final[dict[Receive, tuple[list[Work], list[Tensor]]]] = {}

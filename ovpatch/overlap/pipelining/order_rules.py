@@ -5,7 +5,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
-from ovpatch.overlap.pipelining.ir import Action, Kind, Placement, Schedule, ScheduleError, find_source, list_messages
+from ovpatch.overlap.pipelining.ir import (
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    find_source,
+    list_messages,
+)
 
 
 def check_schedule(
@@ -38,7 +46,9 @@ def check_schedule(
             "Give an order to each rank."
         )
     if keep_forward_order and stock is None:
-        raise ScheduleError("the sequence of Fs to keep is unknown. Give the stock schedule as well.")
+        raise ScheduleError(
+            "the sequence of Fs to keep is unknown. Give the stock schedule as well."
+        )
     if slots is not None and slots < 1:
         raise ScheduleError(f"{slots} slots hold no message. Give 1 or more, or None.")
     _check_each_once(schedule, placement)
@@ -49,7 +59,9 @@ def check_schedule(
 
 def _check_each_once(schedule: Schedule, placement: Placement) -> None:
     counts: dict[Action, int] = defaultdict(int)
-    microbatches = 1 + max((action.microbatch for order in schedule for action in order), default=-1)
+    microbatches = 1 + max(
+        (action.microbatch for order in schedule for action in order), default=-1
+    )
     for rank, order in enumerate(schedule):
         for action in order:
             if not 0 <= action.stage < len(placement) or placement[action.stage] != rank:
@@ -77,10 +89,17 @@ def _check_dependencies(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule):
         done: set[Action] = set()
         for action in order:
-            needed = Kind.F if action.kind in (Kind.B, Kind.BW) else Kind.B if action.kind is Kind.W else None
+            needed = (
+                Kind.F
+                if action.kind in (Kind.B, Kind.BW)
+                else Kind.B
+                if action.kind is Kind.W
+                else None
+            )
             if needed is not None and action._replace(kind=needed) not in done:
                 raise ScheduleError(
-                    f"rank {rank}: {action} runs before {action._replace(kind=needed)}. Run F before B before W."
+                    f"rank {rank}: {action} runs before {action._replace(kind=needed)}. Run F "
+                    "before B before W."
                 )
             done.add(action)
 
@@ -91,7 +110,9 @@ def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_or
         wanted = sorted(found) if expected is None else expected.get((rank, stage, kind), [])
         if found != wanted:
             pairs = enumerate(zip(found, wanted, strict=False))
-            index = next((number for number, (ours, stocks) in pairs if ours != stocks), len(wanted))
+            index = next(
+                (number for number, (ours, stocks) in pairs if ours != stocks), len(wanted)
+            )
             instead = f", not {wanted[index]}" if index < len(wanted) else ""
             raise ScheduleError(
                 f"rank {rank}: {kind.value} number {index} of stage {stage} is of microbatch "
@@ -164,7 +185,11 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
             action = order[positions[rank]]
             source = find_source(action, placement)
             known = slots is not None and source in made
-            why = f"all {slots} slots of the edge hold later messages" if known else f"{source} waits as well"
+            why = (
+                f"all {slots} slots of the edge hold later messages"
+                if known
+                else f"{source} waits as well"
+            )
             raise ScheduleError(
                 f"rank {rank}: deadlock, {action} waits for {source}, and {why}. "
                 f"{'Give the edge more slots.' if known else 'Move it behind what its source waits for.'}"

@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ovpatch.overlap.pipelining.ir import Action, BidirectionalPlacement, Kind, Schedule, ScheduleError, find_source
+from ovpatch.overlap.pipelining.ir import (
+    Action,
+    BidirectionalPlacement,
+    Kind,
+    Schedule,
+    ScheduleError,
+    find_source,
+)
 
 ORDERS: Final = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """The fixed orders of :func:`build_order`."""
@@ -37,15 +44,24 @@ def build_placement(name: str, *, ranks: int, chunks: int = 1) -> tuple[int, ...
         ScheduleError: The name is unknown, or ``straight`` was given several stages per rank.
     """
     if name not in PLACEMENTS:
-        raise ScheduleError(f"placement {name!r} is unknown. Choose one of {', '.join(PLACEMENTS)}.")
+        raise ScheduleError(
+            f"placement {name!r} is unknown. Choose one of {', '.join(PLACEMENTS)}."
+        )
     if ranks < 1 or chunks < 1:
-        raise ScheduleError(f"{ranks} ranks with {chunks} stages each make no pipeline. Give 1 or more of both.")
+        raise ScheduleError(
+            f"{ranks} ranks with {chunks} stages each make no pipeline. Give 1 or more of both."
+        )
     if name == "bidirectional":
         _check_bidirectional(ranks, chunks)
         return BidirectionalPlacement.of(ranks)
     if name == "straight" and chunks != 1:
-        raise ScheduleError(f"placement straight has 1 stage per rank, not {chunks}. Choose loop or vee.")
-    rounds = [range(ranks) if name != "vee" or number % 2 == 0 else range(ranks)[::-1] for number in range(chunks)]
+        raise ScheduleError(
+            f"placement straight has 1 stage per rank, not {chunks}. Choose loop or vee."
+        )
+    rounds = [
+        range(ranks) if name != "vee" or number % 2 == 0 else range(ranks)[::-1]
+        for number in range(chunks)
+    ]
     return tuple(rank for stages in rounds for rank in stages)
 
 
@@ -67,14 +83,28 @@ def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
     if name not in ORDERS:
         raise ScheduleError(f"order {name!r} is unknown. Choose one of {', '.join(ORDERS)}.")
     if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both.")
+        raise ScheduleError(
+            f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both."
+        )
     if name == "gpipe":
-        return [_interleave(stage, microbatches, warmup=microbatches, lag=None) for stage in range(ranks)]
+        return [
+            _interleave(stage, microbatches, warmup=microbatches, lag=None)
+            for stage in range(ranks)
+        ]
     if name == "1f1b":
-        return [_interleave(stage, microbatches, warmup=ranks - stage, lag=None) for stage in range(ranks)]
+        return [
+            _interleave(stage, microbatches, warmup=ranks - stage, lag=None)
+            for stage in range(ranks)
+        ]
     if name == "zb-h1":
-        return [_interleave(stage, microbatches, warmup=ranks - stage, lag=stage) for stage in range(ranks)]
-    return [_interleave(stage, microbatches, warmup=2 * (ranks - stage) - 1, lag=2 * stage) for stage in range(ranks)]
+        return [
+            _interleave(stage, microbatches, warmup=ranks - stage, lag=stage)
+            for stage in range(ranks)
+        ]
+    return [
+        _interleave(stage, microbatches, warmup=2 * (ranks - stage) - 1, lag=2 * stage)
+        for stage in range(ranks)
+    ]
 
 
 def _interleave(stage: int, microbatches: int, *, warmup: int, lag: int | None) -> list[Action]:
@@ -113,7 +143,9 @@ def build_vee_order(*, ranks: int, microbatches: int) -> Schedule:
         ScheduleError: A number is below 1.
     """
     if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both.")
+        raise ScheduleError(
+            f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both."
+        )
     return [_build_vee(rank, ranks, microbatches) for rank in range(ranks)]
 
 
@@ -136,7 +168,9 @@ def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
     for _ in range(ranks - rank):
         run((Kind.F, up), (Kind.B, up), (Kind.W, up))
     while done[Kind.F, up] < microbatches or done[Kind.F, down] < microbatches:
-        run((Kind.F, down), (Kind.B, down), (Kind.W, down), (Kind.F, up), (Kind.B, up), (Kind.W, up))
+        run(
+            (Kind.F, down), (Kind.B, down), (Kind.W, down), (Kind.F, up), (Kind.B, up), (Kind.W, up)
+        )
     for _ in range(rank):
         run((Kind.B, down), (Kind.B, up))
     while done[Kind.B, down] < microbatches:
@@ -165,10 +199,20 @@ def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
         down, up = rank, 2 * ranks - 1 - rank
         if name == "v-min":
             shift = 2 if ranks % 3 == 0 else 0
-            slots = (rank, 2 * ranks - 1 - rank, 2 * ranks + shift + rank, 4 * ranks + shift - 1 - rank)
+            slots = (
+                rank,
+                2 * ranks - 1 - rank,
+                2 * ranks + shift + rank,
+                4 * ranks + shift - 1 - rank,
+            )
         else:
             shift = 3 if ranks % 2 == 0 else 0
-            slots = (2 * rank, 3 * ranks - 2 - rank, 3 * ranks + shift + 2 * rank - 1, 6 * ranks + shift - 2 - rank)
+            slots = (
+                2 * rank,
+                3 * ranks - 2 - rank,
+                3 * ranks + shift + 2 * rank - 1,
+                6 * ranks + shift - 2 - rank,
+            )
         computed = ((Kind.F, down), (Kind.F, up), (Kind.BW, up), (Kind.BW, down))
         timed = [
             (slot + 6 * microbatch, -number, Action(kind, stage, microbatch))
@@ -206,7 +250,9 @@ def build_bidirectional_order(*, ranks: int, microbatches: int, doubles: bool = 
     """
     _check_bidirectional(ranks, 1)
     if microbatches < 2 or microbatches % 2:
-        raise ScheduleError(f"{microbatches} microbatches do not divide into two directions. Give an even number.")
+        raise ScheduleError(
+            f"{microbatches} microbatches do not divide into two directions. Give an even number."
+        )
     return _Bidirectional(ranks, microbatches // 2, 2 if doubles else 1).build()
 
 
@@ -218,13 +264,17 @@ class _Bidirectional:
         self.ranks, self.microbatches, self.grouped = ranks, microbatches, grouped
         self.clocks = [0] * ranks
         self.ends: dict[Action, int] = {}
-        self.done: dict[Kind, list[int]] = {kind: [0] * len(self.placement) for kind in (Kind.F, Kind.BW)}
+        self.done: dict[Kind, list[int]] = {
+            kind: [0] * len(self.placement) for kind in (Kind.F, Kind.BW)
+        }
 
     def build(self) -> Schedule:
         """Return the orders of all ranks."""
         orders: list[list[Action]] = [[] for _ in range(self.ranks)]
         while min(self.done[Kind.BW]) < self.microbatches:
-            start, *_, rank, action = min(entry for stage in range(len(self.placement)) for entry in self._list(stage))
+            start, *_, rank, action = min(
+                entry for stage in range(len(self.placement)) for entry in self._list(stage)
+            )
             self.clocks[rank] = end = start + (1 if action.kind is Kind.F else 2)
             self.ends[action if action.kind is Kind.F else action._replace(kind=Kind.B)] = end
             self.done[action.kind][action.stage] += 1
@@ -236,7 +286,11 @@ class _Bidirectional:
         rank, place = self.placement[stage], stage % self.ranks
         forwards, backwards = self.done[Kind.F][stage], self.done[Kind.BW][stage]
         continues = forwards % self.grouped != 0  # a group that has begun
-        most = min(self.ranks, 2 * (self.ranks - place) - 1) if self.grouped > 1 else self.ranks - place
+        most = (
+            min(self.ranks, 2 * (self.ranks - place) - 1)
+            if self.grouped > 1
+            else self.ranks - place
+        )
         due = [(Kind.BW, backwards, 1)] if backwards < forwards else []
         if forwards < self.microbatches and (continues or forwards - backwards < most):
             due.append((Kind.F, forwards, 0 if continues else 2))
@@ -247,7 +301,14 @@ class _Bidirectional:
                 source = action._replace(kind=Kind.F)
             ready = 0 if source is None else self.ends.get(source)
             if ready is not None:
-                yield max(ready, self.clocks[rank]), turn, number // self.grouped, -place, rank, action
+                yield (
+                    max(ready, self.clocks[rank]),
+                    turn,
+                    number // self.grouped,
+                    -place,
+                    rank,
+                    action,
+                )
 
 
 # --- conversion ---
@@ -295,6 +356,10 @@ def split_backwards(schedule: Schedule) -> Schedule:
     """Return the schedule with each full backward as a B and a W side by side, which sends the gradient earlier."""
 
     def parts(action: Action) -> tuple[Action, ...]:
-        return (action._replace(kind=Kind.B), action._replace(kind=Kind.W)) if action.kind is Kind.BW else (action,)
+        return (
+            (action._replace(kind=Kind.B), action._replace(kind=Kind.W))
+            if action.kind is Kind.BW
+            else (action,)
+        )
 
     return [[part for action in order for part in parts(action)] for order in schedule]

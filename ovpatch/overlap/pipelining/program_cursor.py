@@ -75,10 +75,14 @@ class ProgramCursor:
         key = order, microbatches, ahead
         if key not in self._programs:
             schedule = build_order(order, ranks=self._ranks, microbatches=microbatches)
-            self._programs[key] = make_program(schedule, range(self._ranks), self._rank, ahead=ahead)
+            self._programs[key] = make_program(
+                schedule, range(self._ranks), self._rank, ahead=ahead
+            )
         self._steps = self._programs[key].steps
         self._position = -1
-        self.early_receives = sum(receive != step.receive for step in self._steps for receive in step.posts)
+        self.early_receives = sum(
+            receive != step.receive for step in self._steps for receive in step.posts
+        )
         self._make_buffer = make_buffer
         self._compute_weight_grads = compute_weight_grads
         self._varies = varies
@@ -102,7 +106,9 @@ class ProgramCursor:
         step = self._steps[self._position] if self._position < len(self._steps) else None
         if step is None or (step.action.kind is Kind.F) != is_forward:
             found = "the step's end" if step is None else str(step.action)
-            raise LoopError(f"the loop runs {'F' if is_forward else 'B'} where its order has {found}")
+            raise LoopError(
+                f"the loop runs {'F' if is_forward else 'B'} where its order has {found}"
+            )
         self._shapes = self._shapes or shapes
         for receive in step.posts:
             self._messages.post(receive, self._make_buffers)

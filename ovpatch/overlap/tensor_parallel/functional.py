@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.tensor_parallel import tp_group
-from ovpatch.overlap.tensor_parallel.operators import LinearScatterThenBias, WeightGrad, multiply_weight_grad
+from ovpatch.overlap.tensor_parallel.operators import (
+    LinearScatterThenBias,
+    WeightGrad,
+    multiply_weight_grad,
+)
 from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from ovpatch.overlap.tensor_parallel.schedules import Schedule, find_schedule
 from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
@@ -63,7 +67,10 @@ def all_gather_linear(
     """
     given = list(biases) if biases is not None else [None] * len(weights)
     if len(given) != len(weights):
-        raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
+        raise ValueError(
+            f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each "
+            "weight"
+        )
     how, dim = _check(schedule, chunks, regather, dim, x.shape, x.dtype, *map(_DTYPE, weights))
     call = OpContext(
         TPConfig(how, weight_grad, regather),
@@ -126,10 +133,14 @@ def _check(
     """Return the schedule, and the dimension from the front, of an input of this shape; ValueError if one is wrong."""
     for dtype in dtypes:
         if dtype.is_complex:
-            raise ValueError(f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts")
+            raise ValueError(
+                f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts"
+            )
     if name not in SCHEDULE_NAMES or chunks < 1:
         expected = f"{', '.join(SCHEDULE_NAMES[:-1])} or {SCHEDULE_NAMES[-1]}"
-        raise ValueError(f"schedule={name!r} with chunks={chunks}: choose {expected}, and 1 or more chunks")
+        raise ValueError(
+            f"schedule={name!r} with chunks={chunks}: choose {expected}, and 1 or more chunks"
+        )
     dims = len(shape)
     if not -dims <= dim < dims or dim % dims == dims - 1:
         raise ValueError(

@@ -62,10 +62,14 @@ def make_result(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
 def make_output(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
     """Return memory for a linear's output, a contiguous activation; arguments as of :func:`from_rows`."""
     others = prod(shape[:dim]) * prod(shape[dim + 1 : -1])
-    return rows.new_empty((*shape[:dim], len(rows) // max(others, 1), *shape[dim + 1 : -1], features))
+    return rows.new_empty(
+        (*shape[:dim], len(rows) // max(others, 1), *shape[dim + 1 : -1], features)
+    )
 
 
-def fill_output(activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
+def fill_output(
+    activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int
+) -> None:
     """Compute a linear of rows into an activation."""
     if not dim or _in_front(activation.shape, dim):
         linear(rows, weight, bias, out=activation.view(-1, activation.shape[-1]))
@@ -95,14 +99,18 @@ def is_traced() -> bool:
     which must not issue other collectives then. A checkpoint whose policy keeps no collective
     (``repeats_collectives``) does not record either.
     """
-    if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
+    if torch._C._len_torch_dispatch_stack() and any(
+        map(_records, _get_current_dispatch_mode_stack())
+    ):
         return True
     return bool(torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
 
 
 def _records(mode: Any) -> bool:
     is_stocks = type(mode).__module__ == "torch.utils.checkpoint"
-    return getattr(mode, "_mode_key", None) is not None or not getattr(mode, "repeats_collectives", not is_stocks)
+    return getattr(mode, "_mode_key", None) is not None or not getattr(
+        mode, "repeats_collectives", not is_stocks
+    )
 
 
 _KEPT = 1024  # layouts; batches of ever new lengths must not fill memory
@@ -143,7 +151,9 @@ def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
         if len(SPECS) >= _KEPT:
             SPECS.clear()
         with torch.no_grad():
-            spec = SPECS[key] = DTensor.from_local(tensor, mesh, (placement,), run_check=False)._spec
+            spec = SPECS[key] = DTensor.from_local(
+                tensor, mesh, (placement,), run_check=False
+            )._spec
     return _make_dtensor(tensor, spec)
 
 

@@ -53,13 +53,29 @@ class ParamGrads:
     ``leaves`` are the weights themselves where a checkpoint has given others for them.
     """
 
-    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "leaves", "needs_any", "weights")
+    __slots__ = (
+        "_biases",
+        "_compute",
+        "_wanted",
+        "_weights",
+        "biases",
+        "leaves",
+        "needs_any",
+        "weights",
+    )
 
     def __init__(
-        self, compute: WeightGrad, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
+        self,
+        compute: WeightGrad,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        wanted: Sequence[bool],
     ) -> None:
         self._compute, self._weights, self._biases, self._wanted = compute, weights, biases, wanted
-        self.leaves, self.needs_any = weights, any(wanted)  # whether any weight or bias needs a gradient
+        self.leaves, self.needs_any = (
+            weights,
+            any(wanted),
+        )  # whether any weight or bias needs a gradient
         self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
         self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
 
@@ -69,7 +85,9 @@ class ParamGrads:
         for i, grad in enumerate(grads):
             if x is not None and grad is not None and self._wanted[i]:
                 weight = self._weights[i]
-                if take is None or not take(self.leaves[i], functools.partial(self._compute, weight, grad, x)):
+                if take is None or not take(
+                    self.leaves[i], functools.partial(self._compute, weight, grad, x)
+                ):
                     self.weights[i] = self._compute(weight, grad, x)
 
     def compute_biases(self, grads: Sequence[Tensor | None]) -> None:
@@ -116,16 +134,22 @@ class LocalLinear:
     """
 
     name = "local_linear"  # in :data:`OPERATORS` and in ``torch.ops.ovpatch``
-    sums_input_grad = False  # whether the input's gradient is summed over the ranks, in ``asked.input_dtype``
+    sums_input_grad = (
+        False  # whether the input's gradient is summed over the ranks, in ``asked.input_dtype``
+    )
     gathers_rows = False  # whether outputs have the rows of all ranks
     # Whether outputs have the rows of one rank, so that backward gathers their gradient; all ranks run it alike then.
     gathers_grad = False
 
-    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Return ``[m, n]`` or ``[M, n]``, from ``[m, k]`` or ``[M, k]``, ``[n, k]`` and ``[n]`` or None."""
         return linear(x, weight, bias)
 
-    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+    def backward(
+        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+    ) -> Tensor | None:
         """Return the input's gradient on this rank, None if it needs none; ``params`` gets the others.
 
         ``asked`` has the outputs' gradients, and what forward has kept.
@@ -148,10 +172,14 @@ class GatherLinear(LocalLinear):
     name = "gather_linear"
     sums_input_grad = gathers_rows = True
 
-    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         return schedule.gather_linear(ranks, x, [weight], [bias], False)[0][0]
 
-    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+    def backward(
+        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+    ) -> Tensor | None:
         dx = schedule.gather_linear_backward(ranks, asked)
         params.compute_biases(asked.grads)
         return dx
@@ -163,10 +191,14 @@ class LinearScatter(LocalLinear):
     name = "linear_scatter"
     gathers_grad = True
 
-    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         return schedule.linear_scatter(ranks, x, weight, _take_share(bias, ranks))
 
-    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+    def backward(
+        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+    ) -> Tensor | None:
         (grad,), (weight,) = asked.grads, asked.weights
         assert grad is not None
 
@@ -184,7 +216,9 @@ class LinearScatter(LocalLinear):
 class LinearScatterThenBias(LinearScatter):
     """Adds this rank's bias to the sum, for callers whose biases are the same on all ranks."""
 
-    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         rows = schedule.linear_scatter(ranks, x, weight)
         return rows if bias is None else rows.add_(bias)
 
@@ -194,7 +228,9 @@ class LinearReduce(LocalLinear):
 
     name = "linear_reduce"
 
-    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         return schedule.linear_reduce(ranks, x, weight, _take_share(bias, ranks))
 
 
@@ -204,7 +240,9 @@ class ReplicatedLinear(LocalLinear):
     name = "replicated_linear"
     sums_input_grad = True
 
-    def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
+    def backward(
+        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+    ) -> Tensor | None:
         if asked.input_dtype is None:  # nothing to send
             return super().backward(schedule, ranks, asked, params)
         dx = schedule.replicated_linear_backward(ranks, asked)
@@ -216,7 +254,13 @@ GATHER_LINEAR: Final = GatherLinear()
 
 OPERATORS: Final[dict[str, LocalLinear]] = {
     operator.name: operator
-    for operator in (GATHER_LINEAR, LinearScatter(), LinearReduce(), ReplicatedLinear(), LocalLinear())
+    for operator in (
+        GATHER_LINEAR,
+        LinearScatter(),
+        LinearReduce(),
+        ReplicatedLinear(),
+        LocalLinear(),
+    )
 }
 
 
@@ -243,7 +287,9 @@ def _take_share(bias: Tensor | None, ranks: TPGroup) -> Tensor | None:
 # --- for torch.compile ---
 
 
-_FORWARD: Final = "(Tensor x, Tensor weight, Tensor? bias, str group, str schedule, str dtype) -> Tensor"
+_FORWARD: Final = (
+    "(Tensor x, Tensor weight, Tensor? bias, str group, str schedule, str dtype) -> Tensor"
+)
 _BACKWARD: Final = (
     "(Tensor grad, Tensor x, Tensor weight, str group, str schedule, str dtype, "
     "bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]"
@@ -266,10 +312,14 @@ class CustomOp:
         self._forward = self._define("", _FORWARD, self._compute, self._fake)
         self._backward = self._define("_backward", _BACKWARD, self._compute_grads, self._fake_grads)
         name = f"ovpatch::{operator.name}"
-        torch.library.register_autograd(name, self._differentiate, setup_context=_keep, lib=_LIBRARY)
+        torch.library.register_autograd(
+            name, self._differentiate, setup_context=_keep, lib=_LIBRARY
+        )
         torch.library.register_autograd(f"{name}_backward", _refuse, lib=_LIBRARY)
 
-    def _define(self, suffix: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    def _define(
+        self, suffix: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+    ) -> Any:
         name = self._operator.name + suffix
         _LIBRARY.define(name + schema)  # torch.library.custom_op checks results at each call
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -281,18 +331,37 @@ class CustomOp:
         found: Tensor = self._forward(*args)
         return found
 
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
+    def _compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
+    ) -> Tensor:
         operator_counts.counts.calls += 1
         operator_counts.counts.compiled_calls += 1
-        return self._operator.forward(parse_schedule(schedule), _find_ranks(group, x), x, weight, bias)
+        return self._operator.forward(
+            parse_schedule(schedule), _find_ranks(group, x), x, weight, bias
+        )
 
-    def _fake(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
+    def _fake(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
+    ) -> Tensor:
         rows, world = x.shape[0], _find_group(group).size()
-        rows = rows * world if self._operator.gathers_rows else rows // world if self._operator.gathers_grad else rows
+        rows = (
+            rows * world
+            if self._operator.gathers_rows
+            else rows // world
+            if self._operator.gathers_grad
+            else rows
+        )
         return x.new_empty((rows, weight.shape[0]))
 
     def _compute_grads(
-        self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        group: str,
+        schedule: str,
+        dtype: str,
+        *needs: bool,
     ) -> list[Tensor]:
         needs_x, needs_weight, needs_bias = needs
         # The weight stands for the bias as well: only its dtype counts.
@@ -304,7 +373,14 @@ class CustomOp:
         return [found for found in (dx, *params.weights, *params.biases) if found is not None]
 
     def _fake_grads(
-        self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        group: str,
+        schedule: str,
+        dtype: str,
+        *needs: bool,
     ) -> list[Tensor]:
         needs_x, needs_weight, needs_bias = needs
         summed = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
@@ -316,7 +392,11 @@ class CustomOp:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gathers = self._operator.gathers_grad
-        needs = needs_x, needs_weight, needs_bias and gathers  # else the compiler can fuse the bias' gradient
+        needs = (
+            needs_x,
+            needs_weight,
+            needs_bias and gathers,
+        )  # else the compiler can fuse the bias' gradient
         found = list(self._backward(grad, x, weight, *ctx.rest, *needs)) if any(needs) else []
         dx = found.pop(0).to(x.dtype) if needs_x else None
         dw = found.pop(0) if needs_weight else None
@@ -340,7 +420,9 @@ def compute_linear(
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
     rows, (used,), (added,) = cast_operands(x.device.type, to_rows(x, dim), [weight], [bias])
-    result = _CUSTOM_OPS[operator](rows, used, added, group.group_name, schedule.name, str(x.dtype)[6:])
+    result = _CUSTOM_OPS[operator](
+        rows, used, added, group.group_name, schedule.name, str(x.dtype)[6:]
+    )
     return from_rows(result, x.shape, dim)
 
 
@@ -351,7 +433,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
-        "a tensor-parallel linear of a compiled graph cannot be differentiated twice: set OVPATCH_TP_LINEAR_COMPILED=0"
+        "a tensor-parallel linear of a compiled graph cannot be differentiated twice: set "
+        "OVPATCH_TP_LINEAR_COMPILED=0"
     )
 
 
@@ -363,4 +446,6 @@ def _find_ranks(group: str, x: Tensor) -> TPGroup:
     return tp_group.get_tp_group(_find_group(group), x.device)
 
 
-_CUSTOM_OPS: Final = {name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name}
+_CUSTOM_OPS: Final = {
+    name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name
+}

@@ -37,7 +37,9 @@ class ScheduleInfo(NamedTuple):
 SCHEDULES: Final = (
     ScheduleInfo("stock", "stock:Schedule", "one after the other."),
     ScheduleInfo(
-        "bulk", "overlapped:Bulk", "in backward, each collective runs under the product that does not need it."
+        "bulk",
+        "overlapped:Bulk",
+        "in backward, each collective runs under the product that does not need it.",
     ),
     ScheduleInfo(
         "ring",
@@ -55,7 +57,8 @@ SCHEDULES: Final = (
     ScheduleInfo(
         "fused",
         "fused:Fused",
-        "kernels compute and move rows at the same time, on the GPUs of one host; elsewhere it is an error.",
+        "kernels compute and move rows at the same time, on the GPUs of one host; elsewhere it is "
+        "an error.",
         keeps_operands=False,
     ),
     ScheduleInfo(

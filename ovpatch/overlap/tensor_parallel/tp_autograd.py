@@ -66,7 +66,9 @@ class OpContext:
     returned: Any = None  # the placement of the outputs if they are DTensors, else None
     whole: Any = None  # the placement of the gathered input if it is returned as well, as a DTensor, else None
     check: Callable[[], None] | None = None  # called before backward
-    later: list[tuple[Tensor, Sequence[Tensor]]] | None = None  # gets rows and outputs' memory, if these come later
+    later: list[tuple[Tensor, Sequence[Tensor]]] | None = (
+        None  # gets rows and outputs' memory, if these come later
+    )
     trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
 
 
@@ -116,7 +118,9 @@ class GatheredLinears(torch.autograd.Function):
         whole: Tensor | None
         if call.later is None and (call.whole is None or rows is given):
             needs_whole = call.whole is not None or keeps
-            outs, whole = call.config.schedule.gather_linear(call.ranks, rows, used, added, needs_whole)
+            outs, whole = call.config.schedule.gather_linear(
+                call.ranks, rows, used, added, needs_whole
+            )
             gathered = whole
             for out in outs:
                 results.append(make_result(out, here.shape, call.dim))
@@ -133,7 +137,9 @@ class GatheredLinears(torch.autograd.Function):
         if call.returned is not None:
             results = [wrap_local(result, call.mesh, call.returned) for result in results]
         if call.whole is not None and gathered is not None:
-            results.append(wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
+            results.append(
+                wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole)
+            )
             if kept is gathered:
                 kept = results[-1]  # whose version shows a later write into it
         return tuple(results), kept
@@ -143,7 +149,9 @@ class GatheredLinears(torch.autograd.Function):
         results, kept = GatheredLinears.compute(call, x, *params, keeps=True)
         if call.constant:  # then outputs differ in whether they need gradients
             ctx.mark_non_differentiable(*_constant(call, results, params))
-        if kept is results[-1]:  # itself, it would stay alive as long as the graph, or be taken apart and put together
+        if (
+            kept is results[-1]
+        ):  # itself, it would stay alive as long as the graph, or be taken apart and put together
             kept = kept.detach()
         ctx.set_materialize_grads(False)
         _keep(ctx, call, x, params[: call.count], params[call.count :], kept)
@@ -155,8 +163,13 @@ class GatheredLinears(torch.autograd.Function):
         call: OpContext = ctx.call
         if call.check is not None:
             call.check()
-        others, terms = _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
-        used, anew = False, call.config.regather and not call.constant  # the input has to be gathered again for weights
+        others, terms = (
+            _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
+        )
+        used, anew = (
+            False,
+            call.config.regather and not call.constant,
+        )  # the input has to be gathered again for weights
         for grad in grads[: call.count]:
             used = used or grad is not None
         if others is not None and (used or terms is not None):
@@ -193,18 +206,24 @@ class SingleLinear(torch.autograd.Function):
     """Computes an operator of one linear, ``call.operator``; a class for each has its name, which profilers show."""
 
     @staticmethod
-    def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def compute(
+        call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output, and what is to be kept for backward."""
         here, _, rows, (used,), (added,) = _find_operands(call, x, (weight,), (bias,))
         result = make_result(
-            call.operator.forward(call.config.schedule, call.ranks, rows, used, added), here.shape, call.dim
+            call.operator.forward(call.config.schedule, call.ranks, rows, used, added),
+            here.shape,
+            call.dim,
         )
         if call.returned is not None:
             result = wrap_local(result, call.mesh, call.returned)
         return result, _as_given(rows, here, x)
 
     @staticmethod
-    def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         result, kept = SingleLinear.compute(call, x, weight, bias)
         _keep(ctx, call, x, (weight,), (bias,), kept)
         return result
@@ -234,18 +253,27 @@ FUNCTIONS: Final[dict[str, Any]] = {"gather_linear": GatheredLinears} | {
 
 def run_operator(call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
     """Compute an operator, with gradients if they are on."""
-    if torch.compiler.is_compiling():  # a function's call: the compiler cannot look into process groups
+    if (
+        torch.compiler.is_compiling()
+    ):  # a function's call: the compiler cannot look into process groups
         return torch.compiler.disable(run_operator)(call, x, *params)
     function = FUNCTIONS[call.operator.name]
     if not torch.is_grad_enabled():
         return function.compute(call, x, *params)[0]
     if torch._C._are_functorch_transforms_active():
         return function.apply(call, x, *params)  # which raises torch.func's own error
-    return super(torch.autograd.Function, function).apply(call, x, *params)  # skips a binding of arguments
+    return super(torch.autograd.Function, function).apply(
+        call, x, *params
+    )  # skips a binding of arguments
 
 
 def _keep(
-    ctx: Any, call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], kept: Tensor
+    ctx: Any,
+    call: OpContext,
+    x: Tensor,
+    weights: Sequence[Any],
+    biases: Sequence[Tensor | None],
+    kept: Tensor,
 ) -> None:
     """Keep what backward needs; see [Note: what is kept for backward]."""
     here = x if type(x) in PLAIN else get_local(x)
@@ -266,10 +294,14 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
     params = ParamGrads(call.config.weight_grad, weights, ctx.biases, ctx.needs_input_grad[2:])
     if DELAYED_WGRAD.take is not None:
         nodes = [node for node, _ in ctx.next_functions[1 : 1 + call.count]]
-        params.leaves = [getattr(node, "variable", weight) for node, weight in zip(nodes, weights, strict=True)]
+        params.leaves = [
+            getattr(node, "variable", weight) for node, weight in zip(nodes, weights, strict=True)
+        ]
     rows, used, dtype = None, [], ctx.computed
     if kept is not None:
-        rows = to_rows(kept if type(kept) in PLAIN else wait_for_collective(get_local(kept)), call.dim)
+        rows = to_rows(
+            kept if type(kept) in PLAIN else wait_for_collective(get_local(kept)), call.dim
+        )
     for weight in weights:
         local = weight if type(weight) in PLAIN else get_local(weight)
         used.append(local if local.dtype is dtype else local.to(dtype))
@@ -315,15 +347,25 @@ def _of_other_readers(call: OpContext, grad: Tensor | None) -> tuple[Tensor | No
     return to_rows(unwrap_grad(grad, call.whole), call.dim), None
 
 
-def _constant(call: OpContext, results: Sequence[Tensor], params: Sequence[Tensor | None]) -> list[Tensor]:
+def _constant(
+    call: OpContext, results: Sequence[Tensor], params: Sequence[Tensor | None]
+) -> list[Tensor]:
     """Return the results that need no gradient, for an input that needs none."""
     needs = [param is not None and param.requires_grad for param in params]
-    return [result for i, result in enumerate(results) if i == call.count or not (needs[i] or needs[call.count + i])]
+    return [
+        result
+        for i, result in enumerate(results)
+        if i == call.count or not (needs[i] or needs[call.count + i])
+    ]
 
 
 def _as_given(rows: Tensor, here: Tensor, x: Tensor) -> Tensor:
     """Return the input if its rows are a view of ``here``, its local part, else the rows."""
-    return x if rows is here or (rows.data_ptr() == here.data_ptr() and rows.dtype == here.dtype) else rows
+    return (
+        x
+        if rows is here or (rows.data_ptr() == here.data_ptr() and rows.dtype == here.dtype)
+        else rows
+    )
 
 
 def _find_operands(

@@ -14,9 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
-from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter, Work, WorkGroup, WorkWithEpilogue
+from ovpatch.overlap.comm.collectives import (
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    Work,
+    WorkGroup,
+    WorkWithEpilogue,
+)
 from ovpatch.overlap.comm.lifetimes import drop_values, group_state
 
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
@@ -34,11 +46,15 @@ class TPGroup:
         self._gather = AllGather(group, device)
         self._scatter = ReduceScatter(group, device)
         self._reduce = AllReduce(group, device)
-        self._tags = itertools.cycle(_TAGS)  # of this group: other ranks may be in other groups as well
+        self._tags = itertools.cycle(
+            _TAGS
+        )  # of this group: other ranks may be in other groups as well
 
     def all_gather(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
-        whole, works = dispatch("all_gather_into_tensor", (rows, self.world, self._name), self._start_gather)
+        whole, works = dispatch(
+            "all_gather_into_tensor", (rows, self.world, self._name), self._start_gather
+        )
         return whole, WorkGroup(works)
 
     def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
@@ -57,7 +73,9 @@ class TPGroup:
 
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
-        part, works = dispatch("reduce_scatter_tensor", (rows, "sum", self.world, self._name), self._start_scatter)
+        part, works = dispatch(
+            "reduce_scatter_tensor", (rows, "sum", self.world, self._name), self._start_scatter
+        )
         return part, WorkGroup(works, (rows,))
 
     def scatter_rows(self, rows: Tensor) -> Tensor:
@@ -98,7 +116,9 @@ class TPGroup:
 def get_tp_group(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
     """Return the :class:`TPGroup` of a process group; it is made once."""
     state, key = group_state(group), (TPGroup, device)
-    found: TPGroup | None = state.values.get(key)  # without the calls of a first time, for every linear asks
+    found: TPGroup | None = state.values.get(
+        key
+    )  # without the calls of a first time, for every linear asks
     if found is None:
         found = state.get_or_create(key, lambda: TPGroup(group, device), keeps_group=True)
     return found
@@ -153,7 +173,9 @@ class _Taking(TorchDispatchMode):
     def __init__(self, operator: Any, start: Start) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
         self._operator, self._start = operator, start
-        self.started: Started | None = None  # the result of ``start``; None if no mode has passed the operator on
+        self.started: Started | None = (
+            None  # the result of ``start``; None if no mode has passed the operator on
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not self._operator:

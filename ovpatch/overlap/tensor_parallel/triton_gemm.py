@@ -59,7 +59,9 @@ def weight_descriptor(weight, n, K, KN: tl.constexpr, BN: tl.constexpr, BK: tl.c
 
 
 @triton.jit
-def store_plain(descriptor, acc, row, column, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+def store_plain(
+    descriptor, acc, row, column, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr
+):
     """Store a tile of float32 by a descriptor of ``[rows, columns]``, in halves if the descriptor's are such."""
     if SPLIT:
         halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
@@ -71,13 +73,17 @@ def store_plain(descriptor, acc, row, column, BM: tl.constexpr, BN: tl.constexpr
 
 
 @triton.jit
-def store_by_rank(descriptor, acc, source, row, column, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+def store_by_rank(
+    descriptor, acc, source, row, column, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr
+):
     """Store a tile as :func:`store_plain` does, by a descriptor of ``[ranks, rows, columns]``."""
     if SPLIT:
         halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         descriptor.store([source, row, column], left.to(descriptor.dtype).reshape(1, BM, BN // 2))
-        descriptor.store([source, row, column + BN // 2], right.to(descriptor.dtype).reshape(1, BM, BN // 2))
+        descriptor.store(
+            [source, row, column + BN // 2], right.to(descriptor.dtype).reshape(1, BM, BN // 2)
+        )
     else:
         descriptor.store([source, row, column], acc.to(descriptor.dtype).reshape(1, BM, BN))
 
@@ -99,7 +105,17 @@ def add_tile(
 
 @triton.jit(do_not_specialize=["rank", "counts"])
 def stage_kernel(
-    x, whole, peers, state, arrived, counts, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    whole,
+    peers,
+    state,
+    arrived,
+    counts,
+    rank,
+    size,
+    half_bytes,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Stage a rank's rows for the other ranks, and copy them to their place among the gathered rows.
 
@@ -169,7 +185,9 @@ def gather_gemm_kernel(
     if tl.program_id(0) < pullers:
         _pull(whole, peers, state, arrived, rank, m, K, half_bytes, pullers, WORLD, BM, PC)
     else:
-        a_d = tl.make_tensor_descriptor(whole, [WORLD, m, K], [tl.cast(m, tl.int64) * K, K, 1], [1, BM, BK])
+        a_d = tl.make_tensor_descriptor(
+            whole, [WORLD, m, K], [tl.cast(m, tl.int64) * K, K, 1], [1, BM, BK]
+        )
         if COUNT == 1:
             w_d = weight_descriptor(w0, n0, K, KN, BN, BK)
             out_d = tl.make_tensor_descriptor(
@@ -193,7 +211,9 @@ def gather_gemm_kernel(
                 column = (j - _pick(j, end0, end1, 0, end0, end1, COUNT)) * BN
                 n = _pick(j, end0, end1, n0, n1, n2, COUNT)
                 w_d = weight_descriptor(_pick(j, end0, end1, w0, w1, w2, COUNT), n, K, KN, BN, BK)
-            acc = add_tile(tl.zeros((BM, BN), tl.float32), a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK)
+            acc = add_tile(
+                tl.zeros((BM, BN), tl.float32), a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK
+            )
             if bias0 is not None:
                 acc += _row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
             if COUNT > 1:
@@ -240,19 +260,27 @@ def gemm_scatter_kernel(
       turns. With ``SPLIT`` tiles are stored in halves, for which less memory is kept.
     """
     sequence = tl.load(state + SEQUENCE)
-    a0_d = tl.make_tensor_descriptor(x0, [WORLD, m, K0], [tl.cast(m, tl.int64) * K0, K0, 1], [1, BM, BK])
+    a0_d = tl.make_tensor_descriptor(
+        x0, [WORLD, m, K0], [tl.cast(m, tl.int64) * K0, K0, 1], [1, BM, BK]
+    )
     b0_d = weight_descriptor(w0, n, K0, KN, BN, BK)
     if COUNT > 1:
-        a1_d = tl.make_tensor_descriptor(x1, [WORLD, m, K1], [tl.cast(m, tl.int64) * K1, K1, 1], [1, BM, BK])
+        a1_d = tl.make_tensor_descriptor(
+            x1, [WORLD, m, K1], [tl.cast(m, tl.int64) * K1, K1, 1], [1, BM, BK]
+        )
         b1_d = weight_descriptor(w1, n, K1, KN, BN, BK)
     if COUNT > 2:
-        a2_d = tl.make_tensor_descriptor(x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK])
+        a2_d = tl.make_tensor_descriptor(
+            x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK]
+        )
         b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
     blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
     wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
         owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
-        acc = add_tile(tl.zeros((BM, BN), tl.float32), a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
+        acc = add_tile(
+            tl.zeros((BM, BN), tl.float32), a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK
+        )
         if COUNT > 1:
             acc = add_tile(acc, a1_d, b1_d, owner, i * BM, j * BN, K1, KN, BM, BN, BK)
         if COUNT > 2:
@@ -268,7 +296,9 @@ def gemm_scatter_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def scatter_kernel(
+    x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
     """Store rows that are there already to the ranks that own them; in the place of a product.
 
     ``x`` has ``world * size`` numbers, by owner; a program copies ``BLOCK`` at a time.
@@ -302,7 +332,9 @@ def reduce_kernel(
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         total = tl.load(slots + at, at < size).to(tl.float32)
         for source in tl.static_range(1, WORLD):
-            total += tl.load(slots + tl.cast(size, tl.int64) * source + at, at < size).to(tl.float32)
+            total += tl.load(slots + tl.cast(size, tl.int64) * source + at, at < size).to(
+                tl.float32
+            )
         tl.store(out + at, total.to(out.dtype.element_ty), at < size)
     if is_last_out(state + SECOND_OUT, programs):
         tl.store(state + SEQUENCE, sequence + 1)

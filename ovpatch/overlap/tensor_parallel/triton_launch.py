@@ -63,10 +63,14 @@ _FETCHED: Final = 10.4e9  # bytes a second, by one multiprocessor
 _MULTIPLIED: Final = 2.8e12  # pairs of numbers a second, by one multiprocessor
 _FEWEST, _MOST, _STEP = 16, 32, 4  # programs that fetch
 
-_CACHED: Final = 24 * 2**20  # bytes of weights that stay in the cache beside what streams through it
+_CACHED: Final = (
+    24 * 2**20
+)  # bytes of weights that stay in the cache beside what streams through it
 
 
-def gather_tiles(m: int, k: int, features: Sequence[int], itemsize: int, world: int, programs: int) -> Tiles:
+def gather_tiles(
+    m: int, k: int, features: Sequence[int], itemsize: int, world: int, programs: int
+) -> Tiles:
     """Return how products of a rank's ``m`` gathered rows of ``k`` features are cut.
 
     ``features`` are those of each product's output, ``itemsize`` is in bytes, and ``programs`` run at a time.
@@ -115,8 +119,18 @@ def gather_linear(
         if not workspace.begin_operator(x.numel() * x.element_size(), workspace.world * blocks):
             return None
         given = [(param.shape, param.dtype) for param in (*weights, *biases) if param is not None]
-        key = ("gather", x.shape, x.dtype, len(weights), *given, bool(weights) and _is_transposed(weights[0]), tiles)
-        launch = _find_launch(workspace, key, lambda: _GatherLinear(workspace, x, weights, biases, tiles))
+        key = (
+            "gather",
+            x.shape,
+            x.dtype,
+            len(weights),
+            *given,
+            bool(weights) and _is_transposed(weights[0]),
+            tiles,
+        )
+        launch = _find_launch(
+            workspace, key, lambda: _GatherLinear(workspace, x, weights, biases, tiles)
+        )
         return launch(x, weights, biases)
 
 
@@ -142,7 +156,9 @@ def linear_scatter(
         given = [(operand.shape, operand.dtype) for operand in (*xs, *weights)]
         biased = None if bias is None else (bias.shape, bias.dtype)
         key = ("scatter", *given, biased, _is_transposed(weights[0]), tiles)
-        launch = _find_launch(workspace, key, lambda: _LinearScatter(workspace, xs, weights, bias, tiles))
+        launch = _find_launch(
+            workspace, key, lambda: _LinearScatter(workspace, xs, weights, bias, tiles)
+        )
         return launch(xs, weights, bias)
 
 
@@ -154,7 +170,9 @@ def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
     with _use_device_of(x):
         if not workspace.begin_operator(x.numel() * x.element_size(), 0):
             return None
-        launch = _find_launch(workspace, ("as it is", x.shape, x.dtype), lambda: _Scatter(workspace, x))
+        launch = _find_launch(
+            workspace, ("as it is", x.shape, x.dtype), lambda: _Scatter(workspace, x)
+        )
         return launch(x)
 
 
@@ -173,7 +191,9 @@ class _GatherLinear:
         for weight, bias in zip(weights, biases, strict=True):
             _check_operand(weight.shape[1] == k and weight.dtype == x.dtype, "a weight", weight, x)
             if bias is not None:
-                _check_operand(bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight)
+                _check_operand(
+                    bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight
+                )
         features = [len(weight) for weight in weights]
         cut = tiles or gather_tiles(m, k, features, x.element_size(), world, programs)
         pullers = min(cut.pullers, programs - 1)
@@ -201,7 +221,8 @@ class _GatherLinear:
         self._stage(x, whole)
         if self._biased:
             biases = [
-                _align_bias(x.new_zeros(len(w)) if b is None else b) for w, b in zip(weights, biases, strict=True)
+                _align_bias(x.new_zeros(len(w)) if b is None else b)
+                for w, b in zip(weights, biases, strict=True)
             ]
         used, made = (weights, outs) if weights else ([whole], [whole])  # which no program touches
         self._multiply(whole, *_pad_to_three(used), *_pad_to_three(biases), *_pad_to_three(made))
@@ -216,7 +237,9 @@ class _Reduction:
         sizes = (
             workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, workspace.world, _SUMMED,
         )  # fmt: skip
-        self._add_up = Prepared(reduce_kernel, _DENSE * count_programs(device), None, sizes, num_warps=8)
+        self._add_up = Prepared(
+            reduce_kernel, _DENSE * count_programs(device), None, sizes, num_warps=8
+        )
 
     def __call__(self, like: Tensor) -> Tensor:
         out = like.new_empty(self._shape)
@@ -239,7 +262,12 @@ class _LinearScatter:
         m, features = len(x) // world, [given.shape[1] for given in xs]
         for given, weight in zip(xs, weights, strict=True):
             _check_operand(len(given) == world * m and given.dtype == x.dtype, "an input", given, x)
-            _check_operand(weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype, "a weight", weight, given)
+            _check_operand(
+                weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype,
+                "a weight",
+                weight,
+                given,
+            )
         if bias is not None:
             _check_operand(bias.shape == (n,) and bias.dtype == x.dtype, "a bias", bias, weights[0])
         cut = tiles or scatter_tiles(n, sum(features), x.element_size())
@@ -253,7 +281,9 @@ class _LinearScatter:
         )  # fmt: skip
         self._reduction = _Reduction(workspace, m, n, x.device)
 
-    def __call__(self, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    def __call__(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None
+    ) -> Tensor:
         added = None if bias is None else _align_bias(bias)
         self._multiply(*_pad_to_three(xs), *_pad_to_three(weights), added)
         return self._reduction(xs[0])
@@ -265,7 +295,15 @@ class _Scatter:
     def __init__(self, workspace: Workspace, x: Tensor) -> None:
         world, programs = workspace.world, count_programs(x.device)
         m, n = len(x) // world, x.shape[1]
-        sizes = (workspace.peers, workspace.state, workspace.rank, m * n, workspace.half_bytes, world, _COPIED)
+        sizes = (
+            workspace.peers,
+            workspace.state,
+            workspace.rank,
+            m * n,
+            workspace.half_bytes,
+            world,
+            _COPIED,
+        )
         self._store = Prepared(scatter_kernel, programs, None, sizes, num_warps=8)
         self._reduction = _Reduction(workspace, m, n, x.device)
 
@@ -276,7 +314,11 @@ class _Scatter:
 
 def count_programs(device: torch.device) -> int:
     """Return the number of programs that fill a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 3
+    )
 
 
 def _find_launch(workspace: Workspace, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:

@@ -48,7 +48,9 @@ def _collect_metadata_functions() -> frozenset[Any]:
     written = _get_existing(Tensor, _WRITTEN_ATTRIBUTES)
     read = _get_existing(Tensor, _READ_ATTRIBUTES)
     found = [attribute.__get__ for attribute in (*read, *written)]
-    found += [getattr(attribute, access) for attribute in written for access in ("__set__", "__delete__")]
+    found += [
+        getattr(attribute, access) for attribute in written for access in ("__set__", "__delete__")
+    ]
     return frozenset([*found, *_get_existing(Tensor, _METHODS), *_get_existing(torch, _FUNCTIONS)])
 
 
@@ -166,7 +168,9 @@ class LazyTensor(torch.Tensor):
         if func in _KIND_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = dict.fromkeys(leaf for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
+        found = dict.fromkeys(
+            leaf for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)
+        )
         # A dispatch mode decides whether its call writes: that of fake tensors does not.
         if func in _ZEROING_FUNCTIONS and not torch._C._len_torch_dispatch_stack():
             # No content has to be fetched for it.
@@ -225,7 +229,9 @@ def peek(tensor: Tensor) -> Tensor:
         return tensor.source.fetch([tensor], counts_as_read=False)[0] if is_unread else tensor
 
 
-def make_lazy(like: Tensor | TensorMeta, source: LazySource, key: Any, *, own: bool = False) -> LazyTensor:
+def make_lazy(
+    like: Tensor | TensorMeta, source: LazySource, key: Any, *, own: bool = False
+) -> LazyTensor:
     """Return a new lazy tensor of the shape, dtype and device of ``like``.
 
     Args:
@@ -297,7 +303,9 @@ def _mark_lazy(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
     return tensor
 
 
-def _make_expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
+def _make_expanded_zero(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False
+) -> Tensor:
     # Gradients are enabled because autograd refuses writes to views that were created without, if
     # another input of the write has a graph.
     with outside_modes(), torch.enable_grad():
@@ -340,4 +348,6 @@ _MEMORY_FUNCTIONS = frozenset(
 # The functions that may run on a lazy tensor. The layout of its memory is not that of its content,
 # so functions about memory must wait for the content.
 _KIND_FUNCTIONS = METADATA - _MEMORY_FUNCTIONS
-_ZEROING_FUNCTIONS: frozenset[Any] = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])
+_ZEROING_FUNCTIONS: frozenset[Any] = frozenset(
+    [torch.Tensor.zero_, torch.zero_, torch._foreach_zero_]
+)

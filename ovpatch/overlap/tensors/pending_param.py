@@ -201,7 +201,9 @@ def mark_pending(
     return reason
 
 
-def _mark_with_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
+def _mark_with_dtensors(
+    params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int
+) -> str:
     """Mark the DTensors over marked parameters; return the reason if the parameters cannot be pending.
 
     See [Note: DTensors over parameters].
@@ -212,7 +214,9 @@ def _mark_with_dtensors(params: Sequence[Tensor], wait: Callable[[], None], alia
     if not all(_is_sole_dtensor(dtensors[id(param)], param) for param in covered):
         return "a graph holds the DTensor in its place"
     # The local tensor of a DTensor is one more alias, and it holds the parameter as its base.
-    reason = _explain_shared_memory(plain, aliases, owners) or _explain_shared_memory(covered, aliases + 1, owners + 1)
+    reason = _explain_shared_memory(plain, aliases, owners) or _explain_shared_memory(
+        covered, aliases + 1, owners + 1
+    )
     if not reason:
         for param in covered:
             dtensor = dtensors[id(param)]
@@ -252,7 +256,9 @@ def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Excepti
         error: The reason why the values did not arrive.
     """
     # Keep only the text. The error holds the frames that it passed, and they hold the model.
-    message = f"ovpatch: the values of this parameter did not arrive after optimizer.step(): {error}"
+    message = (
+        f"ovpatch: the values of this parameter did not arrive after optimizer.step(): {error}"
+    )
     method = weakref.WeakMethod(wait)
 
     def wait_or_fail() -> None:

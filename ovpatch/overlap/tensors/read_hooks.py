@@ -71,7 +71,9 @@ def wait_for_module(module: nn.Module, *, tree: bool = False) -> None:
         tree: If true, wait for all parameters of its children in any case. Default: False.
     """
     # Every call of a module passes here, and isinstance() would take longer.
-    tree = tree or not _TREE_READERS.isdisjoint(type(module).__mro__) or "forward" in module.__dict__
+    tree = (
+        tree or not _TREE_READERS.isdisjoint(type(module).__mro__) or "forward" in module.__dict__
+    )
     for part in module.modules() if tree else (module,):
         for param in part._parameters.values():
             if id(param) in PENDING:
@@ -183,7 +185,11 @@ class ContextHook:
 def _wait_for_unseen_args(_context: Any) -> None:
     # A wrapped apply() has waited for its arguments. Only the direct caller counts, because a
     # Function inside of a wrapped one may read other parameters.
-    if PENDING and not torch.compiler.is_compiling() and sys._getframe(1).f_code is not _ARGS_WRAPPER_CODE:
+    if (
+        PENDING
+        and not torch.compiler.is_compiling()
+        and sys._getframe(1).f_code is not _ARGS_WRAPPER_CODE
+    ):
         wait_for_all()
 
 
@@ -258,8 +264,12 @@ _STREAM_HOOKS: Final = (
         record_numbered_switches,
         "makes a stream current, which may read parameters that another stream has waited for",
     ),
-    ReadHook("torch._C._accelerator_setStream", record_switches, "as torch._C._cuda_setStream", True),
-    ReadHook("torch.cuda.streams.Stream.__enter__", record_switches, "as torch._C._cuda_setStream", True),
+    ReadHook(
+        "torch._C._accelerator_setStream", record_switches, "as torch._C._cuda_setStream", True
+    ),
+    ReadHook(
+        "torch.cuda.streams.Stream.__enter__", record_switches, "as torch._C._cuda_setStream", True
+    ),
     ReadHook(
         "torch.cuda.streams.Stream.__exit__",
         record_switches,
@@ -271,7 +281,9 @@ _STREAM_HOOKS: Final = (
 _ARGS_WRAPPER_CODE: Final = wrap_to_wait_for_args(len).__code__
 
 #: Whether ``autograd.Function.apply`` is a built-in method, so that :class:`ContextHook` is needed.
-APPLIES_IN_C: Final = isinstance(vars(torch.autograd.Function).get("apply"), ClassMethodDescriptorType)
+APPLIES_IN_C: Final = isinstance(
+    vars(torch.autograd.Function).get("apply"), ClassMethodDescriptorType
+)
 
 #: The hooks for readers that do not see a parameter's class.
 READ_HOOKS: Final = (
@@ -303,7 +315,9 @@ READ_HOOKS: Final = (
         for name in ("capture_begin", "replay")
     ),
     ReadHook(
-        "torch.autograd.function.Function.apply" if APPLIES_IN_C else "torch._functorch.utils.unwrap_dead_wrappers",
+        "torch.autograd.function.Function.apply"
+        if APPLIES_IN_C
+        else "torch._functorch.utils.unwrap_dead_wrappers",
         wrap_to_wait_for_args,
         "gets the arguments of every autograd.Function, whose kernels may read memory; calls C++",
     ),
@@ -326,7 +340,8 @@ READ_HOOKS: Final = (
         ReadHook(
             f"torch.distributed.distributed_c10d._check_{what}",
             wrap_to_wait_for_args,
-            "sees the tensors of torch.distributed's collectives, alone or in lists, before C++ does",
+            "sees the tensors of torch.distributed's collectives, alone or in lists, before C++ "
+            "does",
         )
         for what in ("single_tensor", "tensor_list")
     ),

@@ -31,7 +31,8 @@ def compute_contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 def has_same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     """Return whether the tensor has these strides, except for dimensions of size 1."""
     return tensor.stride() == strides or all(
-        size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
+        size == 1 or mine == theirs
+        for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
 
 

@@ -53,7 +53,11 @@ def is_sole_owner(grad: Tensor, node_grad: Tensor | None = None) -> bool:
     if use_count(grad) != count_grad_owners():
         return False
     node_references = 0
-    if node_grad is not None and node_grad.layout is torch.strided and node_grad.data_ptr() == grad.data_ptr():
+    if (
+        node_grad is not None
+        and node_grad.layout is torch.strided
+        and node_grad.data_ptr() == grad.data_ptr()
+    ):
         # The node's tensor is one reference to the memory. If it is a view, its base is another.
         node_references = 1 + _is_sole_owner_of_base(node_grad)
     return count_storage_references(grad) == count_sole_references() + node_references
@@ -72,7 +76,9 @@ def has_sole_object(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+        and not (
+            tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg()
+        )
         and use_count(tensor) == 1
     )
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 _REASON_RPC: Final = "RPC is in use, whose distributed autograd keeps gradients in its own contexts"
 
 
-def find_reason_for_stock(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
+def find_reason_for_stock(
+    ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
+) -> str:
     """Return the reason for which this model keeps the stock reducer; "" if there is none."""
     from ovpatch.overlap.comm.lifetimes import group_store
 
@@ -156,7 +158,9 @@ class DDPAttachment:
             reason = find_reason_for_stock(ddp, parameters)
             config = attachment._make_config(ddp, parameters, expect_sparse_gradient)
             max_ctas = attachment._options["max_ctas"]
-            terms = _make_terms(parameters, config, max_ctas, attachment._options["hierarchical"], static_graph)
+            terms = _make_terms(
+                parameters, config, max_ctas, attachment._options["hierarchical"], static_graph
+            )
             together = _ranks_are_together.get()
             if together and group_store(ddp.process_group) is not None:
                 reason = check_consistent(
@@ -171,7 +175,9 @@ class DDPAttachment:
                 _report_stock(ddp, reason)
             else:
                 sparse = [i for i, is_sparse in enumerate(config.sparse) if is_sparse]
-                is_sharded = is_chosen(ddp.module, parameters, ddp.process_group, sparse=sparse, together=together)
+                is_sharded = is_chosen(
+                    ddp.module, parameters, ddp.process_group, sparse=sparse, together=together
+                )
                 calls = WrapperCalls(max_ctas)
                 if not together:
                     # See [Note: when ranks agree].
@@ -262,10 +268,13 @@ class DDPAttachment:
             bucket_limits=limits,
             granularity=options["bucket_granularity"],
             sparse=tuple(sparse),
-            skips_unused=ddp.find_unused_parameters and getattr(ddp, "skip_all_reduce_unused_params", False),
+            skips_unused=ddp.find_unused_parameters
+            and getattr(ddp, "skip_all_reduce_unused_params", False),
             in_fp32=in_fp32,
             sums_in_fp32=options["grad_accumulate_in_fp32"],
-            average=averages(ddp.process_group, ddp.device, options["average_in_collective"], summed),
+            average=averages(
+                ddp.process_group, ddp.device, options["average_in_collective"], summed
+            ),
         )
 
     def _place_on_hosts(self, ddp: Wrapper, config: ReducerConfig) -> ReducerConfig:

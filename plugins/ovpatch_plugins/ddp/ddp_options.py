@@ -44,7 +44,8 @@ OPTIONS: Final = (
     Option(
         "overlap_grad_reduce",
         True,
-        "Reduce gradient buckets while backward still computes. false: reduce all of them after backward.",
+        "Reduce gradient buckets while backward still computes. false: reduce all of them after "
+        "backward.",
         aliases=("overlap_grad_sync",),
     ),
     Option(

@@ -25,7 +25,9 @@ from ovpatch.hookspecs import FeatureCounters
 # How many names of parameters an error lists.
 _MAX_NAMES: Final = 10
 
-_ERROR_UNFINISHED: Final = "Expected to have finished reduction in the prior iteration before starting a new one. "
+_ERROR_UNFINISHED: Final = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. "
+)
 
 _HINT_OUTPUTS: Final = (
     "making sure all `forward` function outputs participate in calculating loss. \nIf you "
@@ -136,7 +138,8 @@ def _join(names: Sequence[str]) -> str:
 
 
 STATIC_GRAPH_TOO_LATE: Final = (
-    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
+    "set_static_graph() should be called before training loop starts and after "
+    "DistributedDataParallel is constructed."
 )
 
 STATIC_GRAPH_UNSYNCHRONISED: Final = (

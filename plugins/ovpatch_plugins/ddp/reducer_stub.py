@@ -275,7 +275,9 @@ class LoggerStub(CppStub):
         calls: The calls by which the reducer involves the wrapper.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: GradReducer, calls: WrapperCalls) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, reducer: GradReducer, calls: WrapperCalls
+    ) -> None:
         group = ddp.process_group
         params = reducer.params
         backend = str(group.name()) if hasattr(group, "name") else ""

@@ -65,7 +65,9 @@ _REASON_MISSING: Final = (
     "on every rank"
 )
 
-_WARNING_WAITING: Final = "{} waits for the first step of this optimizer on its peers, for up to {:g} s. {}"
+_WARNING_WAITING: Final = (
+    "{} waits for the first step of this optimizer on its peers, for up to {:g} s. {}"
+)
 
 #: The name of votes among the operations of a process group. Backwards have their model's name.
 VOTES: Final = ""
@@ -197,7 +199,9 @@ class StepVotes:
     @classmethod
     def for_group(cls, group: dist.ProcessGroup, device: torch.device) -> StepVotes:
         """Return the votes of a group on a type of device, created by the first call."""
-        return group_state(group).get_or_create((StepVotes, device.type), lambda: cls(group, device))
+        return group_state(group).get_or_create(
+            (StepVotes, device.type), lambda: cls(group, device)
+        )
 
     # ---------------------------------------------------------------- voting
 
@@ -314,7 +318,9 @@ class StepVotes:
         begin = time.monotonic()
         try:
             while missing := [rank for rank in self._peers if rank not in votes]:
-                replies = PeerRpc.for_group(group).call(self._topic, {"vote": number}, missing, _REPLY_TIMEOUT_S)
+                replies = PeerRpc.for_group(group).call(
+                    self._topic, {"vote": number}, missing, _REPLY_TIMEOUT_S
+                )
                 votes |= {rank: Vote(**header) for rank, (header, _) in replies.items() if header}
                 is_missing = len(votes) <= len(self._peers)
                 if is_missing and self._can_end(number, own.text, time.monotonic() - begin):
@@ -338,7 +344,9 @@ class StepVotes:
             for rank, vote in sorted(votes.items()):
                 text = vote.text or "another optimizer"
                 ranks.setdefault(text, []).append(str(dist.get_global_rank(group, rank)))
-            parts = " but ".join(f"{text} on rank {', '.join(found)}" for text, found in ranks.items())
+            parts = " but ".join(
+                f"{text} on rank {', '.join(found)}" for text, found in ranks.items()
+            )
             self._end(f"ranks step different optimizers: {parts}. {_REMEDY}")
         return not outcome and not self.reason
 
@@ -374,7 +382,9 @@ class StepVotes:
             return False
         question = {"name": name, "number": number, "path": list(path)}
         try:
-            replies = PeerRpc.for_group(group).call(self._topic, question, timeout_s=_REPLY_TIMEOUT_S)
+            replies = PeerRpc.for_group(group).call(
+                self._topic, question, timeout_s=_REPLY_TIMEOUT_S
+            )
         except PeerError:
             # A rank that does not reply proves nothing.
             return False
@@ -386,7 +396,9 @@ class StepVotes:
         if group is None:
             return False
         try:
-            replies = PeerRpc.for_group(group).call(self._topic, {"end": number}, timeout_s=_REPLY_TIMEOUT_S)
+            replies = PeerRpc.for_group(group).call(
+                self._topic, {"end": number}, timeout_s=_REPLY_TIMEOUT_S
+            )
         except PeerError:
             return False
         if not any(header["is promised"] for header, _ in replies.values()):
@@ -406,7 +418,9 @@ class StepVotes:
                     self._ended_vote = max(self._ended_vote, question["end"])
                     self._changed.notify_all()
             return {"is promised": is_promised}, []
-        return {"is closed": self._closes(question["name"], question["number"], question["path"])}, []
+        return {
+            "is closed": self._closes(question["name"], question["number"], question["path"])
+        }, []
 
     def _reply_vote(self, number: int) -> dict[str, Any]:
         """Return this rank's vote of a number; {} if it casts none in the caller's period."""
@@ -431,5 +445,11 @@ class StepVotes:
             # Ranks of a chain that leads elsewhere find that themselves.
             return rank == path[0]
         chain = [*path, rank]
-        waits = [(votes, *operation) for _, votes in group_values(StepVotes) for operation in [*votes.inside.items()]]
-        return any(votes._leads_to(own_name, own_number, chain) for votes, own_name, own_number in waits)
+        waits = [
+            (votes, *operation)
+            for _, votes in group_values(StepVotes)
+            for operation in [*votes.inside.items()]
+        ]
+        return any(
+            votes._leads_to(own_name, own_number, chain) for votes, own_name, own_number in waits
+        )

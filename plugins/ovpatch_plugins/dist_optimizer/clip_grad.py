@@ -188,7 +188,9 @@ def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
 
 def _agree_on_clip(kind: str, params: Iterable[Tensor]) -> None:
     """Agree with peers on the gradients that change, and on whether gradients are local by now."""
-    places = [(param, *place) for param in params if (place := sharded_grads.find(param)) is not None]
+    places = [
+        (param, *place) for param in params if (place := sharded_grads.find(param)) is not None
+    ]
     # Before the vote, as long as peers can be called.
     sharded_grads.materialize_moved(places)
     was_sharded = [(shards, index) for _, shards, index in places if shards.was_sharded(index)]
@@ -233,7 +235,9 @@ def _norms_by_all_reduce(
         if shards.host_barrier is not None:
             shards.host_barrier.wait()
         local = [
-            shards.local_shard(index) if _has_full_grad((shards, index)) else shards.reduced_shard(index)
+            shards.local_shard(index)
+            if _has_full_grad((shards, index))
+            else shards.reduced_shard(index)
             for index in indices
         ]
         own = shard_norms(local, order)
@@ -245,7 +249,9 @@ def _norms_by_all_reduce(
         for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
     place_of_grad = {
-        id(grad): places[id(param)] for param in params if id(param) in places and (grad := param.grad) is not None
+        id(grad): places[id(param)]
+        for param in params
+        if id(param) in places and (grad := param.grad) is not None
     }
     grad_places = [place_of_grad.get(id(grad)) for grad in given]
     return _round_norms(given, grad_places, norms, order, foreach)
@@ -269,7 +275,9 @@ def _norms_by_pulling(
         else:
             # A peer may not have read this gradient. It sums by shards, so this rank does, too.
             full = shards.in_param_layout(index, grad)
-            norm_of_shards = torch.stack([shard_norms([shard_view(full, own)], order) for own in shards.ranges(index)])
+            norm_of_shards = torch.stack(
+                [shard_norms([shard_view(full, own)], order) for own in shards.ranges(index)]
+            )
             norms[place] = _combine(norm_of_shards, order)[0]
     for shards, indices in indices_by_model.items():
         own = shard_norms([shards.reduced_shard(index) for index in indices], order)
@@ -301,7 +309,8 @@ def _round_norms(
     else:
         rest = iter(torch._foreach_norm(unsharded, order) if unsharded else ())
     return [
-        next(rest) if place is None else norms[place].to(grad.dtype) for grad, place in zip(given, places, strict=True)
+        next(rest) if place is None else norms[place].to(grad.dtype)
+        for grad, place in zip(given, places, strict=True)
     ]
 
 
@@ -346,7 +355,9 @@ def wrap_unscale(original: Unscale) -> Unscale:
         if sharded_optimizer is not None:
             stepped = sharded_optimizer.params_to_step(optimizer)
         # Before the vote, as long as peers can be called.
-        sharded_grads.materialize_moved([(sharded.param, sharded.shards, sharded.index) for sharded in stepped])
+        sharded_grads.materialize_moved(
+            [(sharded.param, sharded.shards, sharded.index) for sharded in stepped]
+        )
         places = [(sharded.shards, sharded.index) for sharded in stepped]
         was_sharded = [place for place in places if place[0].was_sharded(place[1])]
         vote("unscale", was_sharded)
@@ -355,7 +366,9 @@ def wrap_unscale(original: Unscale) -> Unscale:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
         # A scale of one finds infinities and changes no gradient.
         no_scale = torch.ones_like(inv_scale)
-        find_infs = functools.partial(original, self, optimizer, no_scale, found_inf.clone(), allow_fp16)
+        find_infs = functools.partial(
+            original, self, optimizer, no_scale, found_inf.clone(), allow_fp16
+        )
         seen_infs = _call_with_shards(optimizer, params, find_infs)
         models = sharded_grads.sort_models(sharded.shards for sharded in params)
         for group in dict.fromkeys(shards.group for shards in models):
@@ -374,7 +387,9 @@ def wrap_unscale(original: Unscale) -> Unscale:
     return unscale_grads
 
 
-def _call_with_shards(optimizer: Optimizer, params: Sequence[ShardedParam], function: Callable[[], _T]) -> _T:
+def _call_with_shards(
+    optimizer: Optimizer, params: Sequence[ShardedParam], function: Callable[[], _T]
+) -> _T:
     """Call a function while an optimizer has this rank's shards instead of lazy gradients.
 
     Full gradients stay.

@@ -107,12 +107,16 @@ class _Registration:
     late = _LatePatches()
 
 
-def _register_late(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
+def _register_late(
+    patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches
+) -> None:
     _register_work(patches, options, named, steps)
     patches.apply()
 
 
-def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
+def _register_work(
+    patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches
+) -> None:
     """Register the patches that sharded models need, apart from those of optimizers' steps."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -154,7 +158,9 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
         wrap=wrap_norm,
         why="clip_grad_norm_ calls it, under whatever name the script imported that, and so does get_total_norm",
     )
-    patches.register_patch(f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="see _get_total_norm")
+    patches.register_patch(
+        f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="see _get_total_norm"
+    )
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
         wrap=wrap_destroy,
@@ -224,7 +230,9 @@ def activate(options: Mapping[str, Any]) -> None:
     register_grad_sharder(functools.partial(_make_sharder, terms), terms, choice)
 
 
-def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any) -> bool:
+def _choose_sharding(
+    options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any
+) -> bool:
     """Return whether a model is sharded: a ``ShardingChoice``."""
     from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
 
@@ -242,7 +250,10 @@ def _make_sharder(
 ) -> GradSharder:
     """Return the sharder of a model: a ``GradSharderFactory``."""
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
-    from ovpatch_plugins.dist_optimizer.sharding_choice import choose_shard_layout, get_min_sharded_numel
+    from ovpatch_plugins.dist_optimizer.sharding_choice import (
+        choose_shard_layout,
+        get_min_sharded_numel,
+    )
 
     return make_sharded_grads(
         params,

@@ -53,7 +53,8 @@ OPTIONS: Final = (
     Option(
         "overlap_param_gather",
         True,
-        "Gather updated parameters while the next forward already computes. false: gather them inside step().",
+        "Gather updated parameters while the next forward already computes. false: gather them "
+        "inside step().",
         # The documentation of NeMo calls it so.
         aliases=("overlap_param_sync",),
     ),
@@ -98,7 +99,8 @@ OPTIONS: Final = (
     Option(
         "min_param_numel",
         16384,
-        "Every rank updates parameters with fewer elements in full, because a shard would cost more than it saves.",
+        "Every rank updates parameters with fewer elements in full, because a shard would cost "
+        "more than it saves.",
         parse=make_count_parser("a number of elements, 0 or more"),
         values="a number of elements",
     ),
@@ -113,7 +115,8 @@ OPTIONS: Final = (
     Option(
         "element_wise",
         "",
-        "More optimizer classes that are element-wise, so that they can update shards: module.Class,module.Class.",
+        "More optimizer classes that are element-wise, so that they can update shards: "
+        "module.Class,module.Class.",
         values="classes, separated by commas",
     ),
     Option(

@@ -108,5 +108,8 @@ def list_remarks() -> Sequence[str]:
     # If another line names an optimizer or a model, unmanaged ones are on purpose.
     if _unmanaged and not (_remarks or COUNTERS.optimizers):
         names = ", ".join(sorted(_unmanaged))
-        remarks.append(f"{names} had nothing to shard: no parameter of a model whose gradients feature ddp reduces")
+        remarks.append(
+            f"{names} had nothing to shard: no parameter of a model whose gradients feature ddp "
+            "reduces"
+        )
     return remarks

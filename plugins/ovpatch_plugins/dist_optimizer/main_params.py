@@ -41,7 +41,11 @@ class MainParamRefresher:
                 refresh_fp32(wide, rounding)
             return
         for dtype in dict.fromkeys(rounding.dtype for rounding in rounded):
-            pairs = [(wide, rounding) for wide, rounding in zip(wides, rounded, strict=True) if rounding.dtype is dtype]
+            pairs = [
+                (wide, rounding)
+                for wide, rounding in zip(wides, rounded, strict=True)
+                if rounding.dtype is dtype
+            ]
             self._launch(pairs)
 
     def _launch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -99,11 +103,15 @@ class MainParamsState(ElementwiseState):
     def _write_back(self, swapped: Swapped, states: States) -> None:
         updated: Swapped = []
         try:
-            updated = [(sharded, main) for sharded, main in swapped if main.dtype != sharded.param.dtype]
+            updated = [
+                (sharded, main) for sharded, main in swapped if main.dtype != sharded.param.dtype
+            ]
             with outside_modes():
                 # The memory of this rank's elements of the parameters themselves.
                 rounded = [
-                    shard_view(sharded.param.data, sharded.shard) if sharded.memory is None else sharded.memory
+                    shard_view(sharded.param.data, sharded.shard)
+                    if sharded.memory is None
+                    else sharded.memory
                     for sharded, _ in updated
                 ]
                 for _, main in updated:
@@ -141,7 +149,9 @@ def load_in_fp32(optimizer: Optimizer, load: Callable[[], None]) -> None:
         _restore_fp32(optimizer, loaded[-1])
 
     handles = (
-        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: loaded.append(state_dict)),
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state_dict: loaded.append(state_dict)
+        ),
         optimizer.register_load_state_dict_post_hook(restore, prepend=True),
     )
     try:

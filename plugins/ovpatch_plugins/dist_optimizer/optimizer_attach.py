@@ -52,7 +52,9 @@ _log = logging.getLogger("ovpatch.dist_optimizer")
 # The MiB of parameters in one broadcast. Its flat buffer takes twice as much memory.
 _MAX_BROADCAST_MB: Final = 64.0
 
-_REASON_COMPILED: Final = "its step is compiled, and a compiled step reads full state and gradients in memory"
+_REASON_COMPILED: Final = (
+    "its step is compiled, and a compiled step reads full state and gradients in memory"
+)
 
 # The key of an optimizer's :class:`ShardedOptimizer`; its value is None once the optimizer has
 # fallen back to torch.
@@ -75,7 +77,9 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         try:
             pending_param.wait_for_all()
         except RuntimeError as error:
-            _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
+            _log.warning(
+                "parameters did not arrive; each later read of them raises this, too: %s", error
+            )
         finish_dropped_gathers()
         # `destroy_process_group(WORLD)` destroys all groups, as it does without an argument.
         ending = None if group is dist.group.WORLD else group
@@ -126,7 +130,9 @@ class OptimizerAttachment:
         self._options = options
         self._named = named
 
-    def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Step an optimizer.
 
         Args:
@@ -171,7 +177,9 @@ class OptimizerAttachment:
 
         return load_state_dict
 
-    def wrap_state_dict(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def wrap_state_dict(
+        self, original: Callable[..., dict[str, Any]]
+    ) -> Callable[..., dict[str, Any]]:
         """Wrap ``Optimizer.state_dict``: wait for a step in another thread.
 
         A script may save a checkpoint in a thread while it trains. During a step the optimizer's
@@ -193,8 +201,14 @@ class OptimizerAttachment:
         if torch.compiler.is_compiling() or attached_values(optimizer).get(_SHARDED) is not None:
             return
         inner = find_inner_optimizer(optimizer)
-        if inner is not None and _SHARDED not in attached_values(inner) and _has_sharded_grads(inner):
-            _fall_back(inner, f"it is inside a {type(optimizer).__name__}, which shards the work itself")
+        if (
+            inner is not None
+            and _SHARDED not in attached_values(inner)
+            and _has_sharded_grads(inner)
+        ):
+            _fall_back(
+                inner, f"it is inside a {type(optimizer).__name__}, which shards the work itself"
+            )
         self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> ShardedOptimizer | None:
@@ -286,7 +300,11 @@ def _update_is_any_sharded(*, has_lazy_grads: bool) -> None:
 
 
 def _has_sharded_grads(optimizer: Optimizer) -> bool:
-    return any(sharded_grads.find(param) is not None for group in optimizer.param_groups for param in group["params"])
+    return any(
+        sharded_grads.find(param) is not None
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
 
 
 def _fall_back(optimizer: Optimizer, reason: str) -> None:

@@ -129,7 +129,9 @@ class OwnedState(ShardedState):
         for sharded, owner in zip(params, owners, strict=True):
             sharded.owner = owner
         # This rank's parameters are not replaced, since classes of users may know the objects.
-        shown: Shown = {id(sharded.param): None for sharded in params if not self._owns(sharded.index)}
+        shown: Shown = {
+            id(sharded.param): None for sharded in params if not self._owns(sharded.index)
+        }
         return shown, [(sharded, sharded.param) for sharded in params]
 
     def _swap_in_state(self, swapped: Swapped, states: States) -> None:
@@ -164,7 +166,9 @@ class OwnedState(ShardedState):
             return
         # Lazy tensors of another source, as of a former wrapper, are replaced by their content.
         lazy_tensor.materialize(
-            value for value in state.values() if isinstance(value, LazyTensor) and not self._is_own(value)
+            value
+            for value in state.values()
+            if isinstance(value, LazyTensor) and not self._is_own(value)
         )
         for name, value in state.items():
             if _is_plain(value):
@@ -235,7 +239,9 @@ class OwnedState(ShardedState):
                 lambda: [copy_to_host(tensor.contiguous()) for tensor in tensors],
                 PEER_STEP_TIMEOUT_S,
             )
-        writes = [(index, self._writes[index]) for index in arguments["params"] if index in self._writes]
+        writes = [
+            (index, self._writes[index]) for index in arguments["params"] if index in self._writes
+        ]
         return {"state": packed, "writes": writes}, tensors
 
     def _describe(self, index: int) -> dict[Any, Any]:

@@ -101,9 +101,14 @@ class GatherBuffer(NamedTuple):
         reordered = [
             i
             for i, param in enumerate(params)
-            if not param.is_contiguous() or param.dim() == 0 or (param.dim() > 1 and len(param) % world)
+            if not param.is_contiguous()
+            or param.dim() == 0
+            or (param.dim() > 1 and len(param) % world)
         ]
-        full = [part[: param.numel()].view(param.shape) for part, param in zip(parts, params, strict=True)]
+        full = [
+            part[: param.numel()].view(param.shape)
+            for part, param in zip(parts, params, strict=True)
+        ]
         for i in reordered:
             full[i] = full[i].view(-1)
         numels = [shard_range(param.numel(), world, rank).numel for param in params]
@@ -169,7 +174,9 @@ class AllGatherBucket:
         self._rank = holders.rank()
         self._device = params[0].device
         self._all_gather = AllGather(group, self._device, communicator)
-        self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("all_gather", "wait")]
+        self._labels = [
+            profiler_label("dist_optimizer", phase, name) for phase in ("all_gather", "wait")
+        ]
 
         # - The parameters
         # Small parameters, which are gathered through `_buffer`.
@@ -186,7 +193,11 @@ class AllGatherBucket:
         # These nodes give a tensor the same number of owners with and without a graph. One more
         # owner is a scripted module, or a graph whose backward is still to run; they read memory
         # without a call that could wait.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params if param.requires_grad]
+        self._nodes = [
+            torch.autograd.graph.get_gradient_edge(param).node
+            for param in params
+            if param.requires_grad
+        ]
 
         # - The gather in flight
         # Reentrant: a finalizer or a signal handler may read a parameter during this thread's wait.
@@ -417,7 +428,9 @@ class ParamAllGather:
         copy_places: The groups and devices on which copy engines may gather the next parameters.
     """
 
-    def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str) -> None:
+    def __init__(
+        self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str
+    ) -> None:
         self._overlaps = overlap
         self._granularity = granularity
         # In bytes.
@@ -570,7 +583,9 @@ class ParamAllGather:
             return itertools.repeat(self._capacity)
         share = _MAX_BUCKET_SHARE * sum(sharded.param.nbytes for sharded in params)
         capacity = min(self._capacity, share)
-        half, full = (min(self._capacity, max(_MIN_BUCKET_BYTES, factor * capacity)) for factor in (0.5, 1.0))
+        half, full = (
+            min(self._capacity, max(_MIN_BUCKET_BYTES, factor * capacity)) for factor in (0.5, 1.0)
+        )
         return itertools.chain(itertools.repeat(half, _NUM_HALF_BUCKETS), itertools.repeat(full))
 
     def _kind(self, sharded: ShardedParam) -> tuple[Hashable, ...]:
@@ -582,7 +597,9 @@ class ParamAllGather:
 def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether dense tensors, of sizes in bytes, have memory in common."""
     spans = sorted(zip(addresses, sizes, strict=True))
-    return any(begin + size > next_begin for (begin, size), (next_begin, _) in itertools.pairwise(spans))
+    return any(
+        begin + size > next_begin for (begin, size), (next_begin, _) in itertools.pairwise(spans)
+    )
 
 
 # The all-gathers of freed optimizers. A parameter stays alive until its values have arrived, for
@@ -593,7 +610,9 @@ def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
 dropped_gathers: list[ParamAllGather] = []
 
 
-def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> weakref.finalize[..., Optimizer]:
+def finish_when_dropped(
+    optimizer: Optimizer, gather: ParamAllGather
+) -> weakref.finalize[..., Optimizer]:
     """Let the next step of any optimizer wait for a gather once its own optimizer is freed."""
     finalizer = weakref.finalize(optimizer, _keep_in_flight, gather)
     finalizer.atexit = False

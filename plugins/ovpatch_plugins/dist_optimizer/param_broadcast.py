@@ -44,7 +44,9 @@ class BroadcastBucket:
         self._params = tuple(params)
         self._is_owner = group.rank() == owner
         self._broadcast = Broadcast(group, owner)
-        self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("broadcast", "wait")]
+        self._labels = [
+            profiler_label("dist_optimizer", phase, name) for phase in ("broadcast", "wait")
+        ]
         # The collective and the tensor that it sends or receives.
         self._in_flight: tuple[Work, Tensor] | None = None
 
@@ -153,4 +155,6 @@ def _make_bucket(params: Sequence[ShardedParam]) -> BroadcastBucket:
     name = shards.names[first.index]
     # A script's thread may use the group concurrently.
     communicator = shards.holders.step_communicator(first.param.device)
-    return BroadcastBucket([sharded.param for sharded in params], communicator, first.owner, name=name)
+    return BroadcastBucket(
+        [sharded.param for sharded in params], communicator, first.owner, name=name
+    )

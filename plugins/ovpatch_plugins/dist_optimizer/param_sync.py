@@ -62,7 +62,9 @@ def group_by_kind(
     return groups.values()
 
 
-def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -> Iterator[list[ShardedParam]]:
+def split_by_size(
+    params: Iterable[ShardedParam], capacities: Iterator[float]
+) -> Iterator[list[ShardedParam]]:
     """Yield the buckets of some parameters, in their order.
 
     Args:

@@ -86,7 +86,9 @@ class ShardReader:
 
     def pull_shards(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the padded shards of some gradients from all peers, on the CPU, by shard."""
-        call = self._final_reads.mark_final({"version": self._versions.version, "indices": list(indices)})
+        call = self._final_reads.mark_final(
+            {"version": self._versions.version, "indices": list(indices)}
+        )
         replies = PeerRpc.for_group(self._group).call(self._topic, call, self._holders.peers)
         return self._holders.by_place({rank: tensors for rank, (_, tensors) in replies.items()})
 
@@ -94,7 +96,9 @@ class ShardReader:
         """Return the norms of the shards of some gradients from all peers, by shard."""
         call = {"version": self._versions.version, "indices": list(indices), "norm": order}
         replies = PeerRpc.for_group(self._group).call(self._topic, call, self._holders.peers)
-        return self._holders.by_place({rank: header["norms"] for rank, (header, _) in replies.items()})
+        return self._holders.by_place(
+            {rank: header["norms"] for rank, (header, _) in replies.items()}
+        )
 
     def start_final_calls(self) -> bool:
         """Mark the next calls as final; return whether there are still peers to call."""

@@ -132,17 +132,22 @@ class ShardedGradBucket(GradBucket):
         # Elements of each padded shard.
         self._shard_sizes = [-(-numel // world) for numel in self._numels]
         self._divides_evenly = [
-            numel == size * world for numel, size in zip(self._numels, self._shard_sizes, strict=True)
+            numel == size * world
+            for numel, size in zip(self._numels, self._shard_sizes, strict=True)
         ]
         self._sharded_positions = [i for i in self._large_positions if indices[i] in sharded]
         self._coalesced_positions = [
-            i for i in self._sharded_positions if self._numels[i] < SMALL_NUMEL and not self.dtype.is_complex
+            i
+            for i in self._sharded_positions
+            if self._numels[i] < SMALL_NUMEL and not self.dtype.is_complex
         ]
         coalesced = set(self._coalesced_positions)
         self._sharded_params = [params[i] for i in self._sharded_positions]
         self._sharded_indices = [indices[i] for i in self._sharded_positions]
         # The place of each separate gradient in the three lists of sharded ones, by position.
-        self._separate_places = {i: place for place, i in enumerate(self._sharded_positions) if i not in coalesced}
+        self._separate_places = {
+            i: place for place, i in enumerate(self._sharded_positions) if i not in coalesced
+        }
         # The base class packs large gradients one by one, so it must not see the coalesced ones.
         self._large_positions = [i for i in self._large_positions if i not in coalesced]
         # Whether a gradient's chunks along its first dimension are the ranks' shards. This needs a
@@ -195,7 +200,9 @@ class ShardedGradBucket(GradBucket):
             with outside_modes():
                 self._staged_rows[i] = self._make_rows(i, self.params[i].grad).clone()
 
-    def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
+    def pack(
+        self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None
+    ) -> list[Tensor]:
         """See :class:`GradBucket`."""
         self._is_started = True
         packed: list[Tensor] = []
@@ -209,7 +216,9 @@ class ShardedGradBucket(GradBucket):
         dtype, params, strides, world = self._sent_dtype, self.params, self._strides, self._world
         if self._coalesced_input is None or self._coalesced_input.dtype is not dtype:
             with outside_modes():
-                self._coalesced_input = torch.empty(world * self._row_numel, dtype=dtype, device=self.device)
+                self._coalesced_input = torch.empty(
+                    world * self._row_numel, dtype=dtype, device=self.device
+                )
         # A sum in fp32 of low-precision gradients may have fp32 sums of microbatches to read.
         is_widened = dtype is torch.float32 and params[0].dtype is not dtype
         can_read_directly = not (is_widened or self._staged_rows)
@@ -217,7 +226,9 @@ class ShardedGradBucket(GradBucket):
         strided = torch.strided
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             grads = map(_read_grad, [params[i] for i in self._coalesced_positions])
-            for i, is_chunkable, grad in zip(self._coalesced_positions, self._is_chunkable, grads, strict=True):
+            for i, is_chunkable, grad in zip(
+                self._coalesced_positions, self._is_chunkable, grads, strict=True
+            ):
                 if (
                     can_read_directly
                     and is_chunkable
@@ -256,7 +267,9 @@ class ShardedGradBucket(GradBucket):
         source = total if self._sent_dtype is torch.float32 else grad
         strides = self._strides[position]
         if type(source) is not Tensor or source.stride() != strides:
-            source = torch.empty_strided(param.shape, strides, dtype=source.dtype, device=self.device).copy_(source)
+            source = torch.empty_strided(
+                param.shape, strides, dtype=source.dtype, device=self.device
+            ).copy_(source)
         return self._pad(position, view_flat(source)).view(self._world, -1)
 
     def _pad(self, position: int, elements: Tensor) -> Tensor:
@@ -280,7 +293,9 @@ class ShardedGradBucket(GradBucket):
             if self._coalesced_positions:
                 sizes.append(self._row_numel)
             with outside_modes():
-                self._outputs = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+                self._outputs = [
+                    torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes
+                ]
         works: list[Work] = []
         coalesced = [inputs.pop()] if self._coalesced_positions else []
         separate = []
@@ -294,11 +309,15 @@ class ShardedGradBucket(GradBucket):
                 else:
                     full.append(grad)
             self._padded_inputs = [
-                padded for i, padded in zip(self._separate_places, separate, strict=True) if not self._divides_evenly[i]
+                padded
+                for i, padded in zip(self._separate_places, separate, strict=True)
+                if not self._divides_evenly[i]
             ]
             works += collectives.all_reduce(full) if full else []
         is_low_precision = self._sent_dtype is not self.dtype
-        reduce_scatter = collectives.reduce_scatter_fp32 if is_low_precision else collectives.reduce_scatter
+        reduce_scatter = (
+            collectives.reduce_scatter_fp32 if is_low_precision else collectives.reduce_scatter
+        )
         works += reduce_scatter(self._outputs, separate + coalesced)
         COUNTERS.grads_in_half += is_low_precision * len(self._sharded_positions)
         return works
@@ -403,7 +422,9 @@ class ShardedGradBucket(GradBucket):
             states[index] = state
             remaining[index] = grad
         if not is_early:
-            self._grad_shards.grads.update(zip(remaining, map(weakref.ref, remaining.values()), strict=True))
+            self._grad_shards.grads.update(
+                zip(remaining, map(weakref.ref, remaining.values()), strict=True)
+            )
 
     def _invalidate_replaced(self, position: int, grad: Tensor | None) -> None:
         """Let reads of an early freed gradient fail, unless it is still ``grad``."""
@@ -467,7 +488,10 @@ def _find_freeable(grads: Sequence[Tensor | None]) -> list[bool]:
     found = []
     for grad in grads:
         freeable = (
-            type(grad) is plain and grad.layout is strided and not grad.requires_grad and count_owners(grad) == owners
+            type(grad) is plain
+            and grad.layout is strided
+            and not grad.requires_grad
+            and count_owners(grad) == owners
         )
         if freeable:
             # mypy does not see that the test above excludes None.

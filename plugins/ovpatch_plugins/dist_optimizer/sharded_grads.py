@@ -161,9 +161,12 @@ class ShardedGrads(GradSharder, GradSource):
         # In a step parameters are shards, and peers call at any time, so these are read once.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
-        self.local_ranges = [shard_range(numel, len(holders), holders.place) for numel in self._numels]
+        self.local_ranges = [
+            shard_range(numel, len(holders), holders.place) for numel in self._numels
+        ]
         self._can_be_sharded = [
-            i not in sparse and can_be_sharded(param, len(holders), min_numel(param)) for i, param in enumerate(params)
+            i not in sparse and can_be_sharded(param, len(holders), min_numel(param))
+            for i, param in enumerate(params)
         ]
 
         # - Agreement on sharded gradients; see [Note: sharded on request]
@@ -183,7 +186,9 @@ class ShardedGrads(GradSharder, GradSource):
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
         self.reduced = self._grads.shards
         self.grads_of_backward: Mapping[int, weakref.ref[Tensor]] = self._grads.grads
-        self._peers = ShardReader(group, self.versions, self._grads.shards, self.local_ranges, holders)
+        self._peers = ShardReader(
+            group, self.versions, self._grads.shards, self.local_ranges, holders
+        )
 
         # - The dtype that is sent; see [Note: one dtype on all ranks]
         # The parameters, by index, whose low-precision gradients are averaged in fp32.
@@ -227,7 +232,9 @@ class ShardedGrads(GradSharder, GradSource):
         if self._reducer is None:
             self._reducer = weakref.ref(reducer)
             if any(self._can_be_sharded):
-                self._reducer_finalizer = weakref.finalize(reducer, _watch_local_grads, weakref.ref(self))
+                self._reducer_finalizer = weakref.finalize(
+                    reducer, _watch_local_grads, weakref.ref(self)
+                )
                 self._reducer_finalizer.atexit = False
 
     # ---------------------------------------------------------------- which gradients are sharded
@@ -266,15 +273,23 @@ class ShardedGrads(GradSharder, GradSource):
             count = len(self.params)
             if self._world * sums[-1] != sums[-2] ** 2:
                 raise RuntimeError(_ERROR_OTHER_ORDER.format(self.identity))
-            self._agreed = frozenset(i for i in range(count) if sums[i] == self._world and sums[count + i] == 0)
+            self._agreed = frozenset(
+                i for i in range(count) if sums[i] == self._world and sums[count + i] == 0
+            )
             if self._agreed and not self._peers.is_serving:
                 # Shards may have each of these dtypes.
                 dtypes = dict.fromkeys([*(param.dtype for param in self.params), torch.float32])
-                examples = [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
+                examples = [
+                    self.params[0].new_empty(0, dtype=dtype)
+                    for dtype in dtypes
+                    if dtype.is_floating_point
+                ]
                 self._peers.start_serving(self.identity, examples)
                 assert self._reducer is not None
                 # A slower peer may call after the reducer was freed.
-                weakref.finalize(self._reducer(), retention.retain, self.group, self._peers).atexit = False
+                weakref.finalize(
+                    self._reducer(), retention.retain, self.group, self._peers
+                ).atexit = False
         # Hosts cannot observe a replay, which makes new gradients, so a captured backward leaves
         # full ones.
         sharded = frozenset() if is_capturing(self.versions.device) else self._agreed
@@ -293,7 +308,9 @@ class ShardedGrads(GradSharder, GradSource):
         """Return a bucket that reduce-scatters if a parameter is sharded; see the base class."""
         if self.sharded.isdisjoint(indices):
             return None
-        return ShardedGradBucket(indices, params, self, self._grads, self.sharded, len(self.holders), dtype=dtype)
+        return ShardedGradBucket(
+            indices, params, self, self._grads, self.sharded, len(self.holders), dtype=dtype
+        )
 
     # ---------------------------------------------------------------- in a backward
 
@@ -325,7 +342,11 @@ class ShardedGrads(GradSharder, GradSource):
             self._grads.grads.clear()
             if last_grads:
                 lazy_tensor.materialize(
-                    [grad for index, grad in last_grads if self._is_own(grad) and grad is not self.params[index].grad]
+                    [
+                        grad
+                        for index, grad in last_grads
+                        if self._is_own(grad) and grad is not self.params[index].grad
+                    ]
                 )
 
     def before_accumulate(self, index: int) -> None:
@@ -340,7 +361,9 @@ class ShardedGrads(GradSharder, GradSource):
             self._searched_backward = self.backwards
             with torch._C.DisableTorchFunctionSubclass():
                 params = [reference() for reference in self.params.references]
-                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in params if param is not None]
+                self.has_lazy_grads = LazyTensor in [
+                    type(param.grad) for param in params if param is not None
+                ]
         if self.has_lazy_grads and self.is_lazy(index):
             self._refuse_freed([index])
             # The backward will add to the remaining gradients as well, and one fetch is cheaper
@@ -357,7 +380,9 @@ class ShardedGrads(GradSharder, GradSource):
             not self.sharded.isdisjoint(self._low_precision_params)
             and reduce_scatter_transport(self._communicator, self.versions.device) is not None
         )
-        must_send_fp32 = self._must_send_fp32 or self._has_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
+        must_send_fp32 = self._must_send_fp32 or self._has_sum(
+            lambda _, grad: fp32_accumulation.has_sum(grad)
+        )
         barrier = self.host_barrier
         if barrier is not None:
             # The condition is the same on all ranks, so either all exchange a flag or none does.
@@ -438,7 +463,9 @@ class ShardedGrads(GradSharder, GradSource):
 
     def ranges(self, index: int) -> list[Shard]:
         """Return the range of a parameter's elements in each shard."""
-        return [shard_range(self._numels[index], len(self.holders), i) for i in range(len(self.holders))]
+        return [
+            shard_range(self._numels[index], len(self.holders), i) for i in range(len(self.holders))
+        ]
 
     def local_shard(self, index: int, grad: Tensor | None = None) -> Tensor:
         """Return this rank's shard of the present ``p.grad``, ``[shard.numel]``.
@@ -504,7 +531,9 @@ class ShardedGrads(GradSharder, GradSource):
         """Return the tensors that were ``p.grad`` when the last backward ended and still exist."""
         if self.is_detached:
             return []
-        return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
+        return [
+            (index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None
+        ]
 
     def name_optimizer(self, terms: str) -> OptimizerName:
         """Return the name of a new optimizer, which counts from :meth:`adopt_name` on."""
@@ -536,7 +565,9 @@ class ShardedGrads(GradSharder, GradSource):
             spans_groups: Whether the optimizer has models of several process groups.
         """
         # The model also has votes after the script has dropped the wrapper.
-        is_sharded = self._reducer_finalizer is not None and not (self.is_detached or self.is_replaced)
+        is_sharded = self._reducer_finalizer is not None and not (
+            self.is_detached or self.is_replaced
+        )
         has_begun = bool(text) or self.backwards > 0
         if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
             return
@@ -546,9 +577,13 @@ class ShardedGrads(GradSharder, GradSource):
             self.is_local = True
             return
         waits = self.has_step_votes
-        self.is_local = not self.votes.agree(Vote(tag, text, int(self.is_local), spans_groups), waits=waits)
+        self.is_local = not self.votes.agree(
+            Vote(tag, text, int(self.is_local), spans_groups), waits=waits
+        )
         if not waits:
-            self._votes_digest = (self._votes_digest * 31 + self.votes.reached[VOTES] + tag) % _DIGEST_MODULUS
+            self._votes_digest = (
+                self._votes_digest * 31 + self.votes.reached[VOTES] + tag
+            ) % _DIGEST_MODULUS
 
     # ---------------------------------------------------------------- reading
 
@@ -664,7 +699,9 @@ def list_models(group: dist.ProcessGroup) -> list[ShardedGrads]:
 
 def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     """Return models without repetition, in an order that is the same on all ranks."""
-    return sorted(dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity))
+    return sorted(
+        dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity)
+    )
 
 
 def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> bool:
@@ -684,7 +721,9 @@ def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> boo
             reference, grad = shards.grads_of_backward.get(index), param.grad
             last = None if reference is None else reference()
             if grad is not last:
-                moved |= {id(tensor): tensor for tensor in (grad, last) if type(tensor) is LazyTensor}
+                moved |= {
+                    id(tensor): tensor for tensor in (grad, last) if type(tensor) is LazyTensor
+                }
     if moved:
         lazy_tensor.materialize(moved.values())
     return bool(moved)

@@ -243,7 +243,9 @@ class ShardedOptimizer:
         if params != self._last_params:
             self._last_params = params
             self._tags = {}
-            self._params_by_model = {model: [] for model in sharded_grads.sort_models(p.shards for p in params)}
+            self._params_by_model = {
+                model: [] for model in sharded_grads.sort_models(p.shards for p in params)
+            }
             for sharded in params:
                 self._params_by_model[sharded.shards].append(sharded)
             self._group_models = _one_per_group(self._params_by_model)
@@ -297,7 +299,9 @@ class ShardedOptimizer:
                 if model.host_barrier is not None:
                     model.host_barrier.arrive()
 
-    def _step_shards(self, stock_step: StockStep, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _step_shards(
+        self, stock_step: StockStep, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
         """Run ``stock_step`` while the optimizer has this rank's shards; see [Note: innermost].
 
         A KeyboardInterrupt may come at the first instruction of any function. So
@@ -315,7 +319,9 @@ class ShardedOptimizer:
                         swapped.append((state, params))
                         shown |= state.swap_in(params, states)
                     self._is_stepping = True
-                    return call_with_params(optimizer, shown, stock_step, optimizer, *args, **kwargs)
+                    return call_with_params(
+                        optimizer, shown, stock_step, optimizer, *args, **kwargs
+                    )
                 finally:
                     self._is_stepping = False
                     _swap_out(swapped, states)
@@ -335,7 +341,11 @@ class ShardedOptimizer:
             # Peers wait for the gather even if the state of one parameter could not be described.
             for model in self._group_models:
                 if model.host_barrier is not None:
-                    (model.start_host_barrier if self._calls_no_peers else model.host_barrier.wait)()
+                    (
+                        model.start_host_barrier
+                        if self._calls_no_peers
+                        else model.host_barrier.wait
+                    )()
             self._sync.start(params)
 
     @contextmanager
@@ -378,9 +388,13 @@ class ShardedOptimizer:
             if place is not None and place[0].votes is not None:
                 names.setdefault(place[0], []).append(place[0].names[place[1]])
         models = sharded_grads.sort_models(names)
-        self._names = {model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models}
+        self._names = {
+            model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models
+        }
         descriptions = {model: str(name) for model, name in self._names.items()}
-        tags = tag_votes("first step", {model: zlib.crc32(descriptions[model].encode()) for model in models})
+        tags = tag_votes(
+            "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
+        )
         reason = self._vote(tags, descriptions)
         if reason:
             return reason
@@ -400,7 +414,9 @@ class ShardedOptimizer:
         self._tags = tag_votes("step", subjects)
         return self._tags
 
-    def _vote(self, tags: Mapping[ShardedGrads, int], descriptions: Mapping[ShardedGrads, str]) -> str:
+    def _vote(
+        self, tags: Mapping[ShardedGrads, int], descriptions: Mapping[ShardedGrads, str]
+    ) -> str:
         """Cast a vote for each model; return the reason for the fallback, "" if all ranks agree.
 
         Args:
@@ -451,7 +467,9 @@ class ShardedOptimizer:
         ending = {self}
         models = set(self._params_by_model) | set(self._names)
         if reason is not REASON_DETACHED:
-            for group in {model.group for model in models if model.votes is not None and model.votes.reason}:
+            for group in {
+                model.group for model in models if model.votes is not None and model.votes.reason
+            }:
                 models.update(sharded_grads.list_models(group))
             for model in models:
                 model.is_stock = True
@@ -477,7 +495,11 @@ class ShardedOptimizer:
         self._num_lazy_grads = grad_types.count(LazyTensor)
         if NoneType not in grad_types:
             return self._params
-        return [p for p, grad_type in zip(self._params, grad_types, strict=True) if grad_type is not NoneType]
+        return [
+            p
+            for p, grad_type in zip(self._params, grad_types, strict=True)
+            if grad_type is not NoneType
+        ]
 
     def _find_params(self, params: Iterable[Parameter]) -> list[ShardedParam]:
         known = {id(sharded.param): sharded for sharded in self._params}
@@ -496,7 +518,9 @@ class ShardedOptimizer:
 
     # ---------------------------------------------------------------- state
 
-    def _add_model(self, optimizer: Optimizer, model: ShardedGrads, params: Sequence[ShardedParam]) -> None:
+    def _add_model(
+        self, optimizer: Optimizer, model: ShardedGrads, params: Sequence[ShardedParam]
+    ) -> None:
         """Begin to shard the state of one model's parameters."""
         # Gradients and state may be shards of a former wrapper of the model. They are fetched now,
         # because this rank calls no peer once it has arrived at the host barrier.
@@ -505,7 +529,9 @@ class ShardedOptimizer:
             for sharded in params
             for tensor in (sharded.param.grad, *optimizer.state.get(sharded.param, {}).values())
         ]
-        lazy_tensor.materialize(value for value in held if isinstance(value, LazyTensor) and value.source is not model)
+        lazy_tensor.materialize(
+            value for value in held if isinstance(value, LazyTensor) and value.source is not model
+        )
         name = self._names.get(model)
         # The model was wrapped again, or add_param_group() added its parameters.
         if name is None:
@@ -518,7 +544,9 @@ class ShardedOptimizer:
         state = self._states[model] = self._state_type(model, name)
         # Peers may read the state after the script has dropped the optimizer here: slower ones, and
         # those that continue with it until this rank steps a new optimizer, which ends sharding.
-        keeper = weakref.finalize(optimizer, retention.retain, model.group, state, _MAX_ACCUMULATION_STEPS)
+        keeper = weakref.finalize(
+            optimizer, retention.retain, model.group, state, _MAX_ACCUMULATION_STEPS
+        )
         keeper.atexit = False
         self._keepers[model] = keeper
         current = {sharded.shards for sharded in self._params}
@@ -541,7 +569,10 @@ class ShardedOptimizer:
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Replace sharded state in a state dict by lazy CPU tensors, but not in the optimizer."""
         values = [value for state in state_dict["state"].values() for value in state.values()]
-        if not any(isinstance(value, LazyTensor) and isinstance(value.source, ShardedState) for value in values):
+        if not any(
+            isinstance(value, LazyTensor) and isinstance(value.source, ShardedState)
+            for value in values
+        ):
             return
         source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.pause_steps))
         state_dict["state"] = source.shown
@@ -573,7 +604,9 @@ class ShardedOptimizer:
         try:
             self.unshard()
         except PeerError as error:
-            raise RuntimeError(_ERROR_STATE_UNREACHABLE.format(type(optimizer).__name__, reason)) from error
+            raise RuntimeError(
+                _ERROR_STATE_UNREACHABLE.format(type(optimizer).__name__, reason)
+            ) from error
         if optimizer is not None:
             self._on_fallback(optimizer, reason)
 
@@ -600,7 +633,11 @@ class ShardedOptimizer:
         # All are marked before the first read, so that each peer's last read of one finds the mark.
         # A peer that has promised to end the votes does so only when it reaches its own step, after
         # more backwards. Its final reads end the retention, or this number of backwards.
-        reachable = [state for state in self._states.values() if state.start_final_calls(_MAX_ACCUMULATION_STEPS)]
+        reachable = [
+            state
+            for state in self._states.values()
+            if state.start_final_calls(_MAX_ACCUMULATION_STEPS)
+        ]
         for state in reachable:
             state.unshard(optimizer.state)
         if has_main_params:
@@ -611,7 +648,9 @@ class ShardedOptimizer:
                 sharded.shards.request_sharding(sharded.index, requested=False)
 
 
-def _swap_out(swapped: list[tuple[ShardedState, list[ShardedParam]]], states: dict[Any, Any]) -> None:
+def _swap_out(
+    swapped: list[tuple[ShardedState, list[ShardedParam]]], states: dict[Any, Any]
+) -> None:
     """Take the shards of all models out of an optimizer's state, the last model first; empty ``swapped``."""
     try:
         while swapped:
@@ -627,7 +666,9 @@ def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     return list({model.group: model for model in models}.values())
 
 
-def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _evaluate_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Evaluate a closure before the swap, and replace it by a function that returns its loss.
 
     The closure reads full tensors.

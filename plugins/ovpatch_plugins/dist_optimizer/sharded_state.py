@@ -171,7 +171,9 @@ class ShardedState(LazySource):
         """Wait until peers reach this step if they may read; see [Note: versions of state]."""
         if self.was_read:
             self._backwards_at_read = -1
-            PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step}, self._shards.holders.peers)
+            PeerRpc.for_group(self.group).call(
+                self._topic, {"next step": self._next_step}, self._shards.holders.peers
+            )
 
     def swap_in(self, params: Sequence[ShardedParam], states: States) -> Shown:
         """Put this rank's shards into the optimizer's state, until :meth:`swap_out`.
@@ -194,7 +196,9 @@ class ShardedState(LazySource):
         # All ranks have ended the step before the last one, so no rank reads older versions.
         if self._replaced:
             oldest = (self._steps - 1) * _VERSIONS_PER_STEP
-            self._replaced = {version: local for version, local in self._replaced.items() if version >= oldest}
+            self._replaced = {
+                version: local for version, local in self._replaced.items() if version >= oldest
+            }
         self._has_begun_version = True
         self._versions.begin_update(self._steps * _VERSIONS_PER_STEP)
         self._swap_in_state(self._swapped, states)
@@ -241,7 +245,9 @@ class ShardedState(LazySource):
             return
         loaded = {id(value) for state in states.values() for value in state.values()}
         # In stock PyTorch, the tensors that loading has replaced keep their content.
-        lazy_tensor.materialize(lazy for lazy in self._lazy.values() if id(lazy) not in loaded and self._is_own(lazy))
+        lazy_tensor.materialize(
+            lazy for lazy in self._lazy.values() if id(lazy) not in loaded and self._is_own(lazy)
+        )
         self._replaced[self._versions.version] = self._local
         self._local = dict(self._local)
         self._swap_cache = None
@@ -412,7 +418,9 @@ class ShardedState(LazySource):
         if "next step" in arguments:
             awaited = arguments["next step"]
             with self._changed:
-                self._changed.wait_for(lambda: max(self._steps, self._next_step) >= awaited, PEER_STEP_TIMEOUT_S)
+                self._changed.wait_for(
+                    lambda: max(self._steps, self._next_step) >= awaited, PEER_STEP_TIMEOUT_S
+                )
             return {}, []
         # JSON has made lists of the tuples.
         keys = [tuple(key) for key in arguments["entries"]]
@@ -434,14 +442,18 @@ class ShardedState(LazySource):
         local = self._local
         if version not in self._replaced:
             try:
-                return self._versions.read_version(version, lambda: copy(local), PEER_STEP_TIMEOUT_S)
+                return self._versions.read_version(
+                    version, lambda: copy(local), PEER_STEP_TIMEOUT_S
+                )
             except TornReadError as error:
                 # If loading has replaced the version concurrently, its shards are still there.
                 if version not in self._replaced:
                     text = _ERROR_OVERWRITTEN.format(str(error).rstrip("."))
                     raise TornReadError(text) from error
         replaced = self._replaced[version]
-        return self._versions.read_version(version, lambda: copy(replaced), PEER_STEP_TIMEOUT_S, is_retained=True)
+        return self._versions.read_version(
+            version, lambda: copy(replaced), PEER_STEP_TIMEOUT_S, is_retained=True
+        )
 
 
 class SwapCache:

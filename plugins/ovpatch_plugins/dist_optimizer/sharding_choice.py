@@ -167,7 +167,9 @@ def choose_sharding(
         reason = facts.objection() or prepare()
         reasons = gather_values(group, "dist_optimizer: shard", reason)
         # One rank's reason counts for all ranks.
-        reason = next(filter(None, reasons), "") or ("" if is_by_host else facts.objection_to_hosts(len(layout.ranks)))
+        reason = next(filter(None, reasons), "") or (
+            "" if is_by_host else facts.objection_to_hosts(len(layout.ranks))
+        )
     else:
         facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse)
         reason = _REASON_NOT_TOGETHER
@@ -202,7 +204,11 @@ def choose_shard_layout(
             refuse_option("dist_optimizer", OPTIONS, "shard_over", "host", objection)
         note_choice(f"state is kept once over {len(counts)} hosts (shard_over=auto): {objection}")
         return None
-    saved = sum(param.numel() * param.element_size() for param in params) * (len(counts) - 1) // len(counts)
+    saved = (
+        sum(param.numel() * param.element_size() for param in params)
+        * (len(counts) - 1)
+        // len(counts)
+    )
     note_choice(
         f"each of {len(counts)} hosts keeps all state, over its {counts[0]} ranks "
         f"(shard_over={options['shard_over']}): a step sends {saved / 2**20:.1f} MiB less over the "

@@ -74,7 +74,9 @@ def _unpack(packed: Any, tensors: Sequence[Tensor], device: torch.device) -> Any
         return packed
     [(kind, content)] = packed.items()
     if kind == "dict":
-        return {_unpack(key, tensors, device): _unpack(item, tensors, device) for key, item in content}
+        return {
+            _unpack(key, tensors, device): _unpack(item, tensors, device) for key, item in content
+        }
     if kind == "size":
         return torch.Size(content)
     if kind == "meta":
@@ -157,7 +159,8 @@ class StateDictSource(LazySource):
         self._groups = {
             value.source.group
             for state, name, _ in self._tensors
-            if isinstance(value := state[name], LazyTensor) and isinstance(value.source, ShardedState)
+            if isinstance(value := state[name], LazyTensor)
+            and isinstance(value.source, ShardedState)
         }
 
     def reading(self) -> AbstractContextManager[None]:
@@ -244,7 +247,11 @@ class StateDictSource(LazySource):
 
     def _list_unread(self, positions: Sequence[int]) -> list[LazyTensor]:
         tensors = [self._tensors[position][2]() for position in positions]
-        return [tensor for tensor in tensors if tensor is not None and lazy_tensor.get_source(tensor)[0] is self]
+        return [
+            tensor
+            for tensor in tensors
+            if tensor is not None and lazy_tensor.get_source(tensor)[0] is self
+        ]
 
     def _fetch(self, keys: Sequence[int]) -> list[Tensor]:
         """Return copies of the live tensors on the CPU, with one call per sharded state."""

@@ -124,7 +124,9 @@ def _without_hooks(step: Any) -> Any:
 
 def _has_kept_step(cls: type[Optimizer]) -> bool:
     """Return whether an unknown class has kept a function that is not patched, see :func:`_inherits_step`."""
-    owner: Any = next(base for base in cls.__mro__ if "_init_group" in vars(base) or not _inherits_step(base))
+    owner: Any = next(
+        base for base in cls.__mro__ if "_init_group" in vars(base) or not _inherits_step(base)
+    )
     if "step" not in vars(owner):
         return False
     kept = _list_wrapped(_without_hooks(vars(owner)["step"]))
@@ -173,7 +175,11 @@ def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
 def _shares_epsilon(group: Mapping[str, Any]) -> bool:
     """Return whether Adafactor uses the epsilon of one dtype for parameters of another dtype."""
     epsilon = group.get("eps")
-    return isinstance(epsilon, tuple) and epsilon[0] is None and len({param.dtype for param in group["params"]}) > 1
+    return (
+        isinstance(epsilon, tuple)
+        and epsilon[0] is None
+        and len({param.dtype for param in group["params"]}) > 1
+    )
 
 
 def find_inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
@@ -209,7 +215,9 @@ def note_sharded(*, is_any: bool) -> None:
 class Attachment(Protocol):
     """The interface of :class:`.OptimizerAttachment`, whose module imports this one."""
 
-    def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Step an optimizer; ``inner`` is the stock function of its class."""
 
     def unshard_for_compile(self, optimizer: Optimizer) -> None:
@@ -246,7 +254,11 @@ class StepPatches:
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the ``step`` of a class, inside of torch's own wrapper, which calls step hooks."""
         patches = self
-        inner = getattr(original, "__wrapped__", original) if getattr(original, "hooked", False) else original
+        inner = (
+            getattr(original, "__wrapped__", original)
+            if getattr(original, "hooked", False)
+            else original
+        )
 
         @functools.wraps(inner)
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,9 @@ def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[Shar
     digests: dict[dist.ProcessGroup, int] = {}
     for shards, subject in subjects.items():
         digests[shards.group] = hash((digests.get(shards.group, 0), names[shards], subject))
-    return {shards: hash((digests[shards.group], name)) & _TAG_MASK for shards, name in names.items()}
+    return {
+        shards: hash((digests[shards.group], name)) & _TAG_MASK for shards, name in names.items()
+    }
 
 
 def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:

@@ -31,7 +31,9 @@ class BucketChain:
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        self._starts: dict[int, Callable[[], None]] = {}  # reductions that are ready, by the group's index
+        self._starts: dict[
+            int, Callable[[], None]
+        ] = {}  # reductions that are ready, by the group's index
         self._next = 0  # index of the group whose reduction has to start next
 
     def start_in_order(self, index: int, start: Callable[[], None]) -> None:
@@ -86,9 +88,16 @@ def take_over(model: Any) -> None:
             attached_values(group)[_PLACE] = BucketPlace(chain, index)
     COUNTERS.models += 1
     for kind in {type(module) for module in model.module.modules()}:
-        foreign = kind.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine"))
-        if foreign and ("Linear" in kind.__name__ or "MLP" in kind.__name__):  # its norms and attention change nothing
-            note_left(f"{kind.__name__}: it is Transformer Engine's, which has an overlap of its own (tp_comm_overlap)")
+        foreign = kind.__module__.startswith(
+            ("megatron.core.extensions.transformer_engine", "transformer_engine")
+        )
+        if foreign and (
+            "Linear" in kind.__name__ or "MLP" in kind.__name__
+        ):  # its norms and attention change nothing
+            note_left(
+                f"{kind.__name__}: it is Transformer Engine's, which has an overlap of its own "
+                "(tp_comm_overlap)"
+            )
 
 
 def take_over_all() -> None:
@@ -152,10 +161,14 @@ def wrap_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         place = find_place(self)
-        if place is None or not place.counts:  # Megatron starts all groups, which it does in their order
+        if (
+            place is None or not place.counts
+        ):  # Megatron starts all groups, which it does in their order
             original(self, *args, **kwargs)
         else:
-            place.chain.start_in_order(place.index, functools.partial(original, self, *args, **kwargs))
+            place.chain.start_in_order(
+                place.index, functools.partial(original, self, *args, **kwargs)
+            )
 
     return start_grad_sync
 

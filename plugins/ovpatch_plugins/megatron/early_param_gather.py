@@ -21,7 +21,9 @@ from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready
 from ovpatch_plugins.megatron.bucket_order import find_place, list_bucket_groups
 from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 
-_GATHER: Final = "megatron: gather"  # of a bucket group, from a step to the end of the next backward
+_GATHER: Final = (
+    "megatron: gather"  # of a bucket group, from a step to the end of the next backward
+)
 _OWNERS: Final = "megatron: owners of parameters"  # of an optimizer
 _LOCK: Final = threading.RLock()
 
@@ -41,7 +43,11 @@ class _Kept:
         self.owners = Counter(map(id, [*(node.variable for node in nodes), *bases]))
         tensors = [*shards, *bases]
         for buffer in optimizer.buffers:
-            tensors += buffer.param_data, *buffer.params, *(bucket.param_data for bucket in buffer.buckets)
+            tensors += (
+                buffer.param_data,
+                *buffer.params,
+                *(bucket.param_data for bucket in buffer.buckets),
+            )
         self._tensors = Counter(map(_find_memory, {id(one): one for one in tensors}.values()))
 
     def count_tensors(self, groups: Iterable[Any]) -> Counter[int]:
@@ -62,7 +68,9 @@ class ParamGather:
 
     def __init__(self, group: Any) -> None:
         self._handle: Any = None
-        self._buckets = [(_find_memory(bucket.param_data), bucket.params_list) for bucket in group.buckets]
+        self._buckets = [
+            (_find_memory(bucket.param_data), bucket.params_list) for bucket in group.buckets
+        ]
         self._params = [param for _, params in self._buckets for param in params]
         device = group.buckets[0].param_data.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -106,7 +114,9 @@ class ParamGather:
     def wait(self) -> None:
         """Wait for the values, on the current stream and on that of the step, and let readers pass."""
         self._handle.wait()
-        if self._stream is not None and self._stream != torch.cuda.current_stream(self._stream.device):
+        if self._stream is not None and self._stream != torch.cuda.current_stream(
+            self._stream.device
+        ):
             with torch.cuda.stream(self._stream):
                 self._handle.wait()
         self.release_readers()
@@ -129,7 +139,9 @@ def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def step_with_ready_grads(self: Any) -> bool:
         groups = _find_groups(self)
-        for group in groups:  # of modules that no forward has called since: the step writes into what a gather reads
+        for group in (
+            groups
+        ):  # of modules that no forward has called since: the step writes into what a gather reads
             _finish(group)
             _wait_for_handle(group)
         done = original(self)
@@ -243,6 +255,8 @@ def _find_groups(optimizer: Any) -> list[Any]:
     found = []
     for model in optimizer.model_chunks:
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
-            mine = [group for group in groups if any(id(bucket) in stepped for bucket in group.buckets)]
+            mine = [
+                group for group in groups if any(id(bucket) in stepped for bucket in group.buckets)
+            ]
             found += [group for group in reversed(mine) if find_place(group) is not None]
     return found

@@ -30,7 +30,10 @@ from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, m
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
 _COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
-_REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # by one operator in row-parallel linears
+_REPLACED: Final = (
+    *_COLUMN,
+    "reduce_scatter_to_sequence_parallel_region",
+)  # by one operator in row-parallel linears
 # Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
 _IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -58,12 +61,19 @@ class LinearPatches:
         self._regather: bool = options["regather"]
         self._least_flop: float = options["min_linear_gflop"] * 1e9
         self._terms = dict(options)
-        self._agreed: Callable[[], Any] = lambda: None  # the last group, whose ranks have agreed; held weakly
-        self._found: tuple[list[Any], str] = ([], "")  # what stands in the place of Megatron's functions, and why not
+        self._agreed: Callable[[], Any] = lambda: (
+            None
+        )  # the last group, whose ranks have agreed; held weakly
+        self._found: tuple[list[Any], str] = (
+            [],
+            "",
+        )  # what stands in the place of Megatron's functions, and why not
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap a function of :data:`_COLUMN`."""
-        return wrap_function(original, functools.partial(self._compute_column, find_wrapped(original)))
+        return wrap_function(
+            original, functools.partial(self._compute_column, find_wrapped(original))
+        )
 
     def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
@@ -72,7 +82,9 @@ class LinearPatches:
 
         @functools.wraps(original)
         def forward(self: Any, input_: Tensor) -> Any:
-            scatters = self.sequence_parallel and self.input_is_parallel and not self.explicit_expert_comm
+            scatters = (
+                self.sequence_parallel and self.input_is_parallel and not self.explicit_expert_comm
+            )
             if not scatters or torch.compiler.is_compiling():
                 return original(self, input_)
             output = linears._compute_row(foreign, self, input_)
@@ -109,7 +121,9 @@ class LinearPatches:
             return None
         output: Tensor
         weight, compute = entering
-        (output,) = all_gather_linear(x, [weight], group, regather=self._regather, weight_grad=compute, **self._how)
+        (output,) = all_gather_linear(
+            x, [weight], group, regather=self._regather, weight_grad=compute, **self._how
+        )
         return output if bias is None else output + bias
 
     def _compute_row(self, foreign: str, linear: Any, x: Tensor) -> Tensor | None:
@@ -140,14 +154,18 @@ class LinearPatches:
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
         reason = reason or find_unsupported(x, weight, fuse)
-        if not reason and self._agreed() is not group:  # also for linears without a gain, which the terms decide
+        if (
+            not reason and self._agreed() is not group
+        ):  # also for linears without a gain, which the terms decide
             with note_failures("megatron", f"the first {kind}-parallel linear"):
                 self._agree(group, x)
             self._agreed = weakref.ref(group)
         delays = self._queue is not None and self._queue.is_active
         if x.is_cuda and not reason and not delays:
             rows = x.numel() // x.shape[-1] * (group.size() if kind == "column" else 1)
-            reason = _find_nil_gain(self._how["schedule"], 2 * rows * weight.numel(), self._least_flop)
+            reason = _find_nil_gain(
+                self._how["schedule"], 2 * rows * weight.numel(), self._least_flop
+            )
         if reason:
             note_left(f"a {kind}-parallel linear: {reason}")
             COUNTERS.stock_calls += 1
@@ -157,7 +175,9 @@ class LinearPatches:
         return (weight, compute) if self._queue is None else self._queue.enter(weight, compute)
 
     def _agree(self, group: Any, x: Tensor) -> None:
-        check_consistent_once(group, "megatron", self, lambda: _list_terms(self._terms, x), remedy=_REMEDY)
+        check_consistent_once(
+            group, "megatron", self, lambda: _list_terms(self._terms, x), remedy=_REMEDY
+        )
         schedule = self._how["schedule"]
         if schedule == "fused" and (reason := find_fused_objection(group, x.device.type)):
             refuse_option("megatron", OPTIONS, "schedule", schedule, reason)
@@ -176,7 +196,9 @@ class LinearPatches:
         return self._found[1]
 
 
-def wrap_function(original: Callable[..., Tensor], compute: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+def wrap_function(
+    original: Callable[..., Tensor], compute: Callable[..., Tensor | None]
+) -> Callable[..., Tensor]:
     """Wrap one of Megatron's functions that compute a linear; further parameters differ between its versions.
 
     Args:
@@ -198,8 +220,17 @@ def wrap_function(original: Callable[..., Tensor], compute: Callable[..., Tensor
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        given = (input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
-        found = compute(*given, kwargs if not args else dict(zip(names, args, strict=False)) | kwargs)
+        given = (
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+        )
+        found = compute(
+            *given, kwargs if not args else dict(zip(names, args, strict=False)) | kwargs
+        )
         return original(*given, *args, **kwargs) if found is None else found
 
     return linear
@@ -260,12 +291,18 @@ def _is_megatrons_own(function: Any) -> bool:
     code, home = getattr(function, "__code__", None), getattr(function, "__module__", None) or ""
     if code is None or not home.startswith("megatron.core."):
         return False
-    return bool(code.co_filename == sys.modules[home].__file__)  # a copy by functools.wraps has another's code
+    return bool(
+        code.co_filename == sys.modules[home].__file__
+    )  # a copy by functools.wraps has another's code
 
 
 def find_weight_grad(weight: Any) -> WeightGrad:
     """Return what computes a weight's gradient with ``gradient_accumulation_fusion``."""
-    return functools.partial(_accumulate, main_grad=weight.main_grad) if weight.requires_grad else multiply
+    return (
+        functools.partial(_accumulate, main_grad=weight.main_grad)
+        if weight.requires_grad
+        else multiply
+    )
 
 
 def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> Tensor | None:

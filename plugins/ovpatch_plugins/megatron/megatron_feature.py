@@ -77,13 +77,17 @@ PATCHES: Final = (
         "gathers and multiplies for column-parallel linears and for all others that call it",
     ),
     MegatronPatch(
-        f"{_LAYERS}.linear_with_frozen_weight", "linears.wrap_column", _LINEARS, "does so for a frozen weight"
+        f"{_LAYERS}.linear_with_frozen_weight",
+        "linears.wrap_column",
+        _LINEARS,
+        "does so for a frozen weight",
     ),
     MegatronPatch(
         f"{_LAYERS}.RowParallelLinear.forward",
         "linears.wrap_row",
         _LINEARS,
-        "multiplies, and scatters the product: a patch of either function alone could not overlap them",
+        "multiplies, and scatters the product: a patch of either function alone could not overlap "
+        "them",
     ),
     # - Pipelines
     MegatronPatch(
@@ -204,7 +208,9 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
         if module == "megatron_pipeline":
             return found.PipelinePatches(options)
         if module == "linears":
-            return found.LinearPatches(options, find_owner("megatron_pipeline").queue if delays else None)
+            return found.LinearPatches(
+                options, find_owner("megatron_pipeline").queue if delays else None
+            )
         return found
 
     # Nothing of the feature is imported before a target is there.
@@ -232,7 +238,9 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
 
 def activate(options: Mapping[str, Any]) -> None:
     """Attach to the models that are wrapped already."""
-    if "megatron.core" in sys.modules and (options["ordered_grad_reduce"] or options["early_param_gather"]):
+    if "megatron.core" in sys.modules and (
+        options["ordered_grad_reduce"] or options["early_param_gather"]
+    ):
         from ovpatch_plugins.megatron.bucket_order import take_over_all
 
         take_over_all()

@@ -14,7 +14,8 @@ OPTIONS: Final = (
     Option(
         "linears",
         True,
-        "Compute sequence-parallel linears of the local specification with the operators of feature tp_linear.",
+        "Compute sequence-parallel linears of the local specification with the operators of "
+        "feature tp_linear.",
         experimental=(True,),
     ),
     Option(

@@ -25,7 +25,12 @@ from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside
 from ovpatch.overlap.pipelining.messages import find_group_reason
 from ovpatch.overlap.pipelining.program_cursor import LoopError, ProgramCursor
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
+from ovpatch_plugins.megatron.linears import (
+    find_unsupported,
+    find_weight_grad,
+    find_wrapped,
+    wrap_function,
+)
 from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 
@@ -172,7 +177,9 @@ class PipelinePatches:
         self.queue = WeightGradQueue()
         self._schedule: str = options["pipeline_schedule"]
         self._step: _Step | None = None
-        self._wrappers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by the model
+        self._wrappers: weakref.WeakKeyDictionary[Any, str] = (
+            weakref.WeakKeyDictionary()
+        )  # by the model
 
     def wrap_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward_backward_pipelining_without_interleaving``."""
@@ -200,7 +207,10 @@ class PipelinePatches:
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
         """Leave what runs inside the ``with`` block to Megatron: its messages are not those of the step around it."""
-        note_left("the pipeline's schedule inside of another step, as in a function of its loss or of its gradients")
+        note_left(
+            "the pipeline's schedule inside of another step, as in a function of its loss or of "
+            "its gradients"
+        )
         step, delays = self._step, self.queue.is_active
         self._step, self.queue.is_active = None, False
         try:
@@ -213,7 +223,10 @@ class PipelinePatches:
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            note_left("the pipeline's schedule with interleaving, which can hide messages itself (overlap_p2p_comm)")
+            note_left(
+                "the pipeline's schedule with interleaving, which can hide messages itself "
+                "(overlap_p2p_comm)"
+            )
             return original(*args, **kwargs)
 
         return forward_backward
@@ -243,11 +256,15 @@ class PipelinePatches:
             if patches._step is None:
                 return original(self, *args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
-            *values, is_edge = (given[name] for name in names)  # tensors, shapes, whether there is no neighbour
+            *values, is_edge = (
+                given[name] for name in names
+            )  # tensors, shapes, whether there is no neighbour
             with patches._step.timing(timer, is_edge):
                 if sends:
                     patches._step.send(values[0])
-                return patches._step.receive(values[-1], is_forward=is_forward) if receives else None
+                return (
+                    patches._step.receive(values[-1], is_forward=is_forward) if receives else None
+                )
 
         return communicate
 
@@ -293,7 +310,11 @@ class PipelinePatches:
         if taking is compute:
             return None
         layers = sys.modules[_LAYERS]
-        group = layers.get_tensor_model_parallel_group_if_none(further.get("tp_group")) if reduces else None
+        group = (
+            layers.get_tensor_model_parallel_group_if_none(further.get("tp_group"))
+            if reduces
+            else None
+        )
         prepare = layers.prepare_input_tensors_for_wgrad_compute
         output: Tensor = apply_function(Linear, x, entering, bias, taking, group, prepare)
         return output
@@ -308,7 +329,11 @@ class PipelinePatches:
         reason, engine = _find_foreign_messages(given, schedules), None
         if not reason:
             state = schedules.parallel_state
-            group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
+            group = (
+                state.get_pipeline_model_parallel_group()
+                if communicator is None
+                else communicator.pp_group
+            )
             engine, reason = self._find_engine(model, config, group)
         if engine is None:
             note_left(f"the pipeline's schedule: {reason}")
@@ -318,11 +343,21 @@ class PipelinePatches:
             if no_sync is None or getattr(no_sync, "__func__", None) is _find_no_sync(model):
                 order = "zb-h1"
             else:
-                note_left("schedule zb-h1, which is 1f1b here: no_sync_func is not that of Megatron's own model")
-        if no_sync is None or config.grad_sync_func is not None:  # the latter: Megatron counts behind all backwards
+                note_left(
+                    "schedule zb-h1, which is 1f1b here: no_sync_func is not that of Megatron's "
+                    "own model"
+                )
+        if (
+            no_sync is None or config.grad_sync_func is not None
+        ):  # the latter: Megatron counts behind all backwards
             no_sync = contextlib.nullcontext
         step = _Step(
-            engine, self.queue, given["num_microbatches"], no_sync, config.timers, delays=self._delays(config, group)
+            engine,
+            self.queue,
+            given["num_microbatches"],
+            no_sync,
+            config.timers,
+            delays=self._delays(config, group),
         )
         varies = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
         make = functools.partial(_make_buffer, config.pipeline_dtype)
@@ -330,18 +365,27 @@ class PipelinePatches:
         engine.start_step(order, given["num_microbatches"], make, compute, varies=varies)
         return step
 
-    def _find_engine(self, model: Any, config: Any, group: dist.ProcessGroup) -> tuple[ProgramCursor | None, str]:
+    def _find_engine(
+        self, model: Any, config: Any, group: dist.ProcessGroup
+    ) -> tuple[ProgramCursor | None, str]:
         """Return the engine of a model's pipeline, or None and the reason; the same on all ranks."""
         if model not in self._wrappers:
             self._wrappers[model] = _find_wrapper(model)
         device = torch.device(torch.cuda.current_device())
-        objection = self._wrappers[model] or _find_setting(config) or find_group_reason(group, device)
+        objection = (
+            self._wrappers[model] or _find_setting(config) or find_group_reason(group, device)
+        )
         known: _Known | None = attached_values(model).get(_ENGINE)
         if known is None or known.group is not group or known.objection != objection:
             terms = {"pipeline_schedule": self._schedule}
             limit = wait_limit_s(group, LATE_START_S)
             reason = check_consistent(
-                group, "megatron pipeline", terms, objection=objection, timeout_s=limit, remedy=_REMEDY
+                group,
+                "megatron pipeline",
+                terms,
+                objection=objection,
+                timeout_s=limit,
+                remedy=_REMEDY,
             )
             engine = None if reason else ProgramCursor(group, device)
             attached_values(model)[_ENGINE] = known = _Known(group, objection, engine, reason)
@@ -351,7 +395,8 @@ class PipelinePatches:
         """Return whether this stage computes weight gradients behind its sends."""
         if self._schedule == "auto" and config.tensor_model_parallel_size > 1:
             note_left(
-                "weight gradients of a pipeline's stages: auto keeps collectives of tensor-parallel linears under them"
+                "weight gradients of a pipeline's stages: auto keeps collectives of "
+                "tensor-parallel linears under them"
             )
             return False
         return group.rank() > 0  # no stage waits for the first one's input gradient
@@ -359,7 +404,9 @@ class PipelinePatches:
 
 def _make_buffer(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     with outside_modes():
-        return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
+        return torch.empty(
+            shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True
+        )
 
 
 def _find_foreign_messages(given: Mapping[str, Any], schedules: Any) -> str:
@@ -369,7 +416,11 @@ def _find_foreign_messages(given: Mapping[str, Any], schedules: Any) -> str:
         return f"messages are sent by {type(communicator).__name__}"
     if groups is not None and (communicator is None or "MultiModule" in type(groups).__name__):
         return f"its groups are given as {type(groups).__name__}"
-    return "adjust_tensor_shapes_fn is given" if given.get("adjust_tensor_shapes_fn") is not None else ""
+    return (
+        "adjust_tensor_shapes_fn is given"
+        if given.get("adjust_tensor_shapes_fn") is not None
+        else ""
+    )
 
 
 def _find_setting(config: Any) -> str:
@@ -382,7 +433,11 @@ def _find_setting(config: Any) -> str:
 def _find_wrapper(model: Any) -> str:
     """Return which wrapper of the model waits for all gradients inside of the backward, or ""."""
     for kind in {type(module) for module in model.modules()}:
-        if kind.__module__.startswith("torch.nn.parallel") or hasattr(kind, "unshard") or "FullyShard" in kind.__name__:
+        if (
+            kind.__module__.startswith("torch.nn.parallel")
+            or hasattr(kind, "unshard")
+            or "FullyShard" in kind.__name__
+        ):
             return f"the model is in {kind.__name__}"
     return ""
 
@@ -390,4 +445,8 @@ def _find_wrapper(model: Any) -> str:
 def _find_no_sync(model: Any) -> Any:
     """Return the function ``no_sync`` of a model in Megatron's own DistributedDataParallel."""
     kind = type(model)
-    return kind.no_sync if kind.__module__ == "megatron.core.distributed.distributed_data_parallel" else model
+    return (
+        kind.no_sync
+        if kind.__module__ == "megatron.core.distributed.distributed_data_parallel"
+        else model
+    )

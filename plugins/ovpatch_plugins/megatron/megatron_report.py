@@ -20,7 +20,9 @@ class Counters(FeatureCounters):
     pipeline_steps: int = 0  # steps of a pipeline's stage that the engine of feature pipeline ran
     weight_grads: int = 0  # weight gradients of linears that were computed behind a send
     early_sends: int = 0  # sends under which weight gradients were computed
-    early_receives: int = 0  # receives that were started ahead of the computation in front of their reader
+    early_receives: int = (
+        0  # receives that were started ahead of the computation in front of their reader
+    )
 
 
 COUNTERS = Counters()

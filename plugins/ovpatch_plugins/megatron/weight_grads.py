@@ -71,13 +71,19 @@ class WeightGradQueue:
     """
 
     def __init__(self) -> None:
-        self.is_active = False  # whether the stage runs a step in which weight gradients are delayed
-        self._due: deque[list[list[DeferredGrads]]] = deque()  # of each microbatch, by call of the engine
+        self.is_active = (
+            False  # whether the stage runs a step in which weight gradients are delayed
+        )
+        self._due: deque[list[list[DeferredGrads]]] = (
+            deque()
+        )  # of each microbatch, by call of the engine
         self._recorded: _Recorded | None = None  # of the backward that is running
         self._watched: dict[int, _Watch] = {}
         self._held: dict[int, RemovableHandle] = {}  # the hooks of this step's delayed weights
         self._is_computing = False
-        self._delays: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # what steps have shown, by the weight
+        self._delays: dict[
+            int, tuple[weakref.ref[Tensor], bool]
+        ] = {}  # what steps have shown, by the weight
 
     def __len__(self) -> int:
         """Return the number of microbatches whose weight gradients are due."""
@@ -114,7 +120,10 @@ class WeightGradQueue:
         """Note whether a weight's gradients all come from its linear."""
         self._delays[id(weight)] = weak_key(weight, self._delays), is_alone
         if not is_alone:
-            note_left("weight gradients of weights that are read more than once: they stay in the backward")
+            note_left(
+                "weight gradients of weights that are read more than once: they stay in the "
+                "backward"
+            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -129,16 +138,25 @@ class WeightGradQueue:
     def enter(self, weight: Tensor, compute: WeightGrad) -> tuple[Tensor, WeightGrad]:
         """Return the tensor that enters the graph for a weight, and what its linear's backward calls with it."""
         key = id(weight)
-        if not self.is_active or not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
+        if (
+            not self.is_active
+            or not torch.is_grad_enabled()
+            or not weight.requires_grad
+            or not weight.is_leaf
+        ):
             return weight, compute
         if key not in self._held:
             known = self._delays.get(key)
             if known is None or known[0]() is not weight:
-                watch = self._watched.get(key) or self._watched.setdefault(key, _Watch(weight, self._is_recording))
+                watch = self._watched.get(key) or self._watched.setdefault(
+                    key, _Watch(weight, self._is_recording)
+                )
                 return weight, functools.partial(watch.show, compute)
             if not known[1]:
                 return weight, compute
-            if _count_hooks(weight):  # which would be called for what is held, and again for the sum
+            if _count_hooks(
+                weight
+            ):  # which would be called for what is held, and again for the sum
                 note_left("weight gradients of weights that have hooks: they stay in the backward")
                 return weight, compute
             self._held[key] = weight.register_hook(functools.partial(self._hold, weight))
@@ -151,7 +169,9 @@ class WeightGradQueue:
         """Return whether what a weight gets now stands for a gradient that it gets when its product is due."""
         return self._recorded is not None and id(weight) in self._held
 
-    def _add(self, weight: Tensor, compute: WeightGrad, _detached: Tensor, grad: Tensor, x: Tensor) -> None:
+    def _add(
+        self, weight: Tensor, compute: WeightGrad, _detached: Tensor, grad: Tensor, x: Tensor
+    ) -> None:
         if self._recorded is None or torch.is_grad_enabled():
             raise RuntimeError(
                 "ovpatch: a stage takes gradients inside its forward, or of its gradients, through "
@@ -175,7 +195,9 @@ class WeightGradQueue:
                 f"{_REMEDY}"
             )
         if grad is None:
-            if weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):  # Megatron's hook asks for one
+            if weight.grad is None and hasattr(
+                weight, "grad_added_to_main_grad"
+            ):  # Megatron's hook asks for one
                 weight.grad = torch.full_like(weight, -0.0)
             return None
         self._record(weight, self._recorded, lambda: grad)
@@ -183,7 +205,9 @@ class WeightGradQueue:
         return torch.zeros_like(grad) if grad.is_sparse else torch.full_like(grad, -0.0)
 
     def _record(self, weight: Tensor, recorded: _Recorded, part: Contribution) -> None:
-        parts = recorded.setdefault((id(weight), torch._C._current_graph_task_id()), (weight, []))[1]
+        parts = recorded.setdefault((id(weight), torch._C._current_graph_task_id()), (weight, []))[
+            1
+        ]
         parts.append(part)
         if len(parts) > 1:
             self._learn(weight, is_alone=False)
@@ -194,7 +218,9 @@ class WeightGradQueue:
         try:
             for _ in range(microbatches):
                 for products in self._due.popleft():
-                    with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
+                    with profiler_span(
+                        profiler_label("megatron", "weight_grads", f"{len(products)} linears")
+                    ):
                         COUNTERS.weight_grads += len(products)
                         accumulate_deferred(products)
         finally:
@@ -203,7 +229,9 @@ class WeightGradQueue:
 
 
 def _count_hooks(weight: Tensor) -> int:
-    return len(weight._backward_hooks or ()) + len(getattr(weight, "_post_accumulate_grad_hooks", None) or ())
+    return len(weight._backward_hooks or ()) + len(
+        getattr(weight, "_post_accumulate_grad_hooks", None) or ()
+    )
 
 
 def _split_by_call(recorded: _Recorded) -> list[list[DeferredGrads]]:
@@ -251,7 +279,12 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         """Return the output."""
         ctx.save_for_backward(x, weight)
-        ctx.compute, ctx.group, ctx.prepare, ctx.has_bias = compute, group, prepare, bias is not None
+        ctx.compute, ctx.group, ctx.prepare, ctx.has_bias = (
+            compute,
+            group,
+            prepare,
+            bias is not None,
+        )
         output = torch.matmul(x, weight.t())
         return output if bias is None else output + bias
 

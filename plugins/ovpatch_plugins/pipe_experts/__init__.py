@@ -2,7 +2,12 @@
 
 These stand alone, without ``ovpatch.apply()``, for layers of your own::
 
-    from ovpatch_plugins.pipe_experts import ExpertParallelFFN, expert_data_parallel, expert_parallel_ffn, run_pipelined
+    from ovpatch_plugins.pipe_experts import (
+        ExpertParallelFFN,
+        expert_data_parallel,
+        expert_parallel_ffn,
+        run_pipelined,
+    )
 """
 
 from __future__ import annotations

@@ -38,7 +38,11 @@ class CollectiveAllToAll:
     group: dist.ProcessGroup  # the ranks
 
     def start_transfer(
-        self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self,
+        output: Tensor,
+        rows: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
     ) -> WorkGroup:
         """Start to send rows ``[sum(input_splits), h]``, by destination rank, and return the work to wait for.
 
@@ -46,7 +50,12 @@ class CollectiveAllToAll:
         """
         with profiler_span(profiler_label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(
-                output, rows, list(output_splits), list(input_splits), group=self.group, async_op=True
+                output,
+                rows,
+                list(output_splits),
+                list(input_splits),
+                group=self.group,
+                async_op=True,
             )
         return WorkGroup((work,), (rows,))
 
@@ -75,7 +84,9 @@ def start_all_to_all(
         allocate_grad: Returns memory for the gradient of ``rows``.
     """
     transport = CollectiveAllToAll(group)
-    return PendingRows(Transfer(transport, list(input_splits), list(output_splits), allocate, allocate_grad), rows)
+    return PendingRows(
+        Transfer(transport, list(input_splits), list(output_splits), allocate, allocate_grad), rows
+    )
 
 
 class PendingRows:
@@ -96,7 +107,9 @@ class PendingRows:
         """Return the rows, ``[sum(output_splits), h]``; RuntimeError if they have been returned before."""
         rows, self._rows = self._rows, None  # the caller may free them from here on
         if rows is None:
-            raise RuntimeError("these rows have been waited for: keep what wait() returned the first time")
+            raise RuntimeError(
+                "these rows have been waited for: keep what wait() returned the first time"
+            )
         received: Tensor = apply_function(_Wait, self._transfer, rows)
         return received
 
@@ -115,7 +128,9 @@ class Transfer:
 
     def start_forward(self, rows: Tensor) -> Tensor:
         """Start; return the memory that will hold the received rows."""
-        received, self._forward = self._start(rows, self.input_splits, self.output_splits, self.allocate)
+        received, self._forward = self._start(
+            rows, self.input_splits, self.output_splits, self.allocate
+        )
         return received.data
 
     def wait_forward(self) -> None:
@@ -124,7 +139,9 @@ class Transfer:
 
     def start_backward(self, grad: Tensor) -> None:
         """Start to send the gradient of the received rows back."""
-        self._backward = self._start(grad, self.output_splits, self.input_splits, self.allocate_grad)
+        self._backward = self._start(
+            grad, self.output_splits, self.input_splits, self.allocate_grad
+        )
 
     def wait_backward(self) -> Tensor:
         """Return the gradient of the rows that were sent."""
@@ -134,11 +151,19 @@ class Transfer:
         return grad
 
     def _start(
-        self, rows: Tensor, input_splits: list[int], output_splits: list[int], allocate: Allocator | None
+        self,
+        rows: Tensor,
+        input_splits: list[int],
+        output_splits: list[int],
+        allocate: Allocator | None,
     ) -> tuple[Tensor, WorkGroup]:
         # Without a graph: a backend's thread may hold both tensors longer than this call.
         rows = rows.data.contiguous()
-        output = rows.new_empty((sum(output_splits), *rows.shape[1:])) if allocate is None else allocate(rows)
+        output = (
+            rows.new_empty((sum(output_splits), *rows.shape[1:]))
+            if allocate is None
+            else allocate(rows)
+        )
         return output, self.transport.start_transfer(output, rows, output_splits, input_splits)
 
 
@@ -211,13 +236,18 @@ class RowBuffer:
         The buffer releases its memory; a later :meth:`get_chunk` allocates again.
         """
         memory, self._memory = self._memory, None
-        if memory is not None and all(self._holds(memory, i, chunk) for i, chunk in enumerate(chunks)):
+        if memory is not None and all(
+            self._holds(memory, i, chunk) for i, chunk in enumerate(chunks)
+        ):
             return memory
         return torch.cat(list(chunks))
 
     def _holds(self, memory: Tensor, index: int, chunk: Tensor) -> bool:
         row_bytes = memory.stride(0) * memory.element_size()
-        in_place = chunk.data_ptr() == memory.data_ptr() + self._offsets[index] * row_bytes or not chunk.numel()
+        in_place = (
+            chunk.data_ptr() == memory.data_ptr() + self._offsets[index] * row_bytes
+            or not chunk.numel()
+        )
         return in_place and chunk.dtype == memory.dtype and chunk.is_contiguous()
 
 
@@ -293,7 +323,9 @@ class SymmAllToAll:
         self._world, self._rank = group.size(), group.rank()
         self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
         size = HEADER.value + channels * self._world * depth * slot
-        self._memory = memory.allocate_on_all(size, group, device, lambda own: own[: HEADER.value].zero_())
+        self._memory = memory.allocate_on_all(
+            size, group, device, lambda own: own[: HEADER.value].zero_()
+        )
         with outside_modes():
             self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
             self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
@@ -305,7 +337,11 @@ class SymmAllToAll:
             torch.cuda.synchronize(device)  # the new stream reads what the current one has written
 
     def start_transfer(
-        self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self,
+        output: Tensor,
+        rows: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
     ) -> WorkGroup:
         """See :meth:`CollectiveAllToAll.start_transfer`."""
         while self._in_flight and self._in_flight[0].is_done():
@@ -319,12 +355,15 @@ class SymmAllToAll:
             rows = rows.clone()  # an expert may return any view
         if output.data_ptr() % alignment:
             raise ValueError(
-                f"memory for received rows begins at no multiple of {alignment} bytes: give memory that does"
+                f"memory for received rows begins at no multiple of {alignment} bytes: give memory "
+                "that does"
             )
         work = _KernelWork(output, rows, self._stream)
         with profiler_span(profiler_label("pipe_experts", "all_to_all")):
             if sum(input_splits) + sum(output_splits) > 2 * own:
-                kernel = self._kernels.get((word, aligned, self.channels)) or self._make_kernel(word, aligned)
+                kernel = self._kernels.get((word, aligned, self.channels)) or self._make_kernel(
+                    word, aligned
+                )
                 args = *input_splits, *self._padding, *output_splits, *self._padding, row // size
                 work.launch_kernel(kernel, rows.view(word), output.view(word), *args)
                 self._in_flight.append(work)
@@ -394,7 +433,9 @@ def get_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAl
 
     A collective in the first call for a group and device; later calls allocate nothing.
     """
-    return group_state(group).get_or_create((SymmAllToAll, device), lambda: _make_transport(group, device))
+    return group_state(group).get_or_create(
+        (SymmAllToAll, device), lambda: _make_transport(group, device)
+    )
 
 
 def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
@@ -409,7 +450,9 @@ def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllTo
     return None
 
 
-def resolve_exchange(config: MoEConfig, group: dist.ProcessGroup, device: torch.device) -> MoEConfig:
+def resolve_exchange(
+    config: MoEConfig, group: dist.ProcessGroup, device: torch.device
+) -> MoEConfig:
     """Return the config, with c10d's all-to-alls if auto cannot choose symmetric memory.
 
     Raises:

@@ -44,7 +44,9 @@ from ovpatch_plugins.pipe_experts.pipe_experts_options import make_communicator
 
 _WRAP_AGAIN: Final = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 
-_ERROR_REPLACED: Final = f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}"
+_ERROR_REPLACED: Final = (
+    f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}"
+)
 
 _CONFIG: Final = ReducerConfig(
     facts=PlanFacts(has_experts=True),
@@ -253,9 +255,15 @@ def expert_data_parallel(
     ddp = DistributedDataParallel(model, **ddp_arguments)
     copies = _count_copies(group, ddp.process_group)
     if group is not None and ddp_arguments.get("init_sync", True):
-        terms = {"experts": [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named.items()]}
+        terms = {
+            "experts": [
+                f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named.items()
+            ]
+        }
         check_consistent(group, "pipe_experts", terms, remedy=_REMEDY_SAME_EXPERTS)
-        dist._broadcast_coalesced(group, [param.detach() for param in named.values()], _BROADCAST_BYTES, 0)
+        dist._broadcast_coalesced(
+            group, [param.detach() for param in named.values()], _BROADCAST_BYTES, 0
+        )
     trained = {name: param for name, param in named.items() if param.requires_grad}
     if trained:
         expert_ids = {id(param) for param in trained.values()}
@@ -307,7 +315,9 @@ def _list_tensors(item: nn.Parameter | nn.Module) -> list[torch.Tensor]:
 
 
 def _check_devices(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
-    device = next((param.device for name, param in model.named_parameters() if name not in named), None)
+    device = next(
+        (param.device for name, param in model.named_parameters() if name not in named), None
+    )
     for name, param in named.items():
         if device is not None and param.device != device:
             raise ValueError(
@@ -321,7 +331,8 @@ def _check_membership(group: dist.ProcessGroup | None) -> None:
     # The placeholder that new_group() returns to other ranks has no rank either.
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(
-            f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. {_REMEDY_SAME_EXPERTS}"
+            f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. "
+            f"{_REMEDY_SAME_EXPERTS}"
         )
 
 
@@ -341,7 +352,9 @@ def _count_copies(group: dist.ProcessGroup | None, dense_group: dist.ProcessGrou
     return len(ranks)
 
 
-def _make_own_group(group: dist.ProcessGroup | None, dense_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def _make_own_group(
+    group: dist.ProcessGroup | None, dense_group: dist.ProcessGroup
+) -> dist.ProcessGroup | None:
     """Return a communicator for the experts' collectives alone."""
     # The tokens of a rank decide when its experts are complete. So the order of their collectives,
     # relative to the dense parameters' and to a script's in the default group, differs by rank.

@@ -87,9 +87,17 @@ class StackedExperts(_SortedExperts):
     """
 
     def __init__(
-        self, plan: ChunkPlan, splits: Splits, weights: Sequence[Tensor], activation: Activation, *, delay_wgrad: bool
+        self,
+        plan: ChunkPlan,
+        splits: Splits,
+        weights: Sequence[Tensor],
+        activation: Activation,
+        *,
+        delay_wgrad: bool,
     ) -> None:
-        self._weights = DelayedWeightGrads(weights, delay_wgrad=delay_wgrad, reused=plan.token_chunks > 1)
+        self._weights = DelayedWeightGrads(
+            weights, delay_wgrad=delay_wgrad, reused=plan.token_chunks > 1
+        )
         self._activation = activation
         super().__init__(plan, splits, self._weights.trains)
 
@@ -114,7 +122,9 @@ class StackedFactory:
 
     def __call__(self, plan: ChunkPlan, splits: Splits) -> Experts:
         """Make the experts of one call."""
-        return StackedExperts(plan, splits, self.weights, self.activation, delay_wgrad=self.delay_wgrad)
+        return StackedExperts(
+            plan, splits, self.weights, self.activation, delay_wgrad=self.delay_wgrad
+        )
 
 
 class ModuleListExperts(_SortedExperts):
@@ -123,7 +133,9 @@ class ModuleListExperts(_SortedExperts):
     An expert without rows is called with an empty tensor, so that its parameters have a gradient on every rank.
     """
 
-    def __init__(self, plan: ChunkPlan, splits: Splits, modules: Sequence[Callable[[Tensor], Tensor]]) -> None:
+    def __init__(
+        self, plan: ChunkPlan, splits: Splits, modules: Sequence[Callable[[Tensor], Tensor]]
+    ) -> None:
         super().__init__(plan, splits, any(_has_trainable(module) for module in modules))
         self._modules = modules
 
@@ -139,7 +151,9 @@ class GroupedExperts(_SortedExperts):
     called in every chunk, also without rows.
     """
 
-    def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__(plan, splits, _has_trainable(function))
         self._function, self._num_local_experts = function, plan.num_local_experts
 
@@ -156,26 +170,36 @@ class IndexedExperts(Experts):
     no chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
     """
 
-    def __init__(self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__(plan, splits, _has_trainable(function))
         self._function = function
-        self._has_no_rows = not any(sum(splits.output_splits(chunk)) for chunk in range(len(self._chunks)))
+        self._has_no_rows = not any(
+            sum(splits.output_splits(chunk)) for chunk in range(len(self._chunks))
+        )
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         """See :meth:`Experts.__call__`."""
         if not len(rows):
             return self._compute_nothing(chunk, rows)
         by_rank, experts = self._splits.expert_splits[chunk], self._chunks[chunk][1]
-        index = torch.arange(experts.start, experts.stop, dtype=torch.int64, device=rows.device).repeat(len(by_rank))
+        index = torch.arange(
+            experts.start, experts.stop, dtype=torch.int64, device=rows.device
+        ).repeat(len(by_rank))
         sizes = torch.tensor(by_rank, dtype=torch.int64, device=rows.device).view(-1)
-        return self._function(rows, index.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
+        return self._function(rows, index.repeat_interleave(sizes, output_size=len(rows))).to(
+            rows.dtype
+        )
 
     def _compute_nothing(self, chunk: int, rows: Tensor) -> Tensor:
         """Return no rows; if this rank has none at all, of one row without effect, so that parameters get gradients."""
         if chunk or not self._has_no_rows:
             return rows
         zero = rows.sum(dim=0, keepdim=True)
-        return self._function(zero, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(rows.dtype)
+        return self._function(zero, torch.zeros(1, dtype=torch.long, device=rows.device))[:0].to(
+            rows.dtype
+        )
 
 
 def _has_trainable(function: Any) -> bool:
@@ -183,7 +207,9 @@ def _has_trainable(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.args[0] if function.args else function.func
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return not isinstance(module, nn.Module) or any(param.requires_grad for param in module.parameters())
+    return not isinstance(module, nn.Module) or any(
+        param.requires_grad for param in module.parameters()
+    )
 
 
 def transpose_blocks(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
@@ -286,7 +312,11 @@ def run_forward(
     """
     symmetric = get_transport(group, x.device) if plans.finest.symmetric else None
     route = route_tokens(top_k_index, plans, group, symmetric)
-    splits, experts, sizes = route.splits, factory(route.plan, route.splits), route.splits.chunk_sizes()
+    splits, experts, sizes = (
+        route.splits,
+        factory(route.plan, route.splits),
+        route.splits.chunk_sizes(),
+    )
     outputs, grads = RowBuffer(sizes), RowBuffer(sizes)
     rows = split_rows(route.gather_rows(x, dtype), grads)
     to_experts: AllToAllTransport = CollectiveAllToAll(group)
@@ -297,11 +327,16 @@ def run_forward(
     def dispatch(chunk: int) -> PendingRows:
         allocate_grad = functools.partial(grads.get_chunk, chunk)
         input_splits, output_splits = splits.input_splits[chunk], splits.output_splits(chunk)
-        return PendingRows(Transfer(to_experts, input_splits, output_splits, None, allocate_grad), rows[chunk])
+        return PendingRows(
+            Transfer(to_experts, input_splits, output_splits, None, allocate_grad), rows[chunk]
+        )
 
     def combine(chunk: int, outs: Tensor) -> PendingRows:
         allocate = functools.partial(outputs.get_chunk, chunk)
-        return PendingRows(Transfer(to_tokens, splits.output_splits(chunk), splits.input_splits[chunk], allocate), outs)
+        return PendingRows(
+            Transfer(to_tokens, splits.output_splits(chunk), splits.input_splits[chunk], allocate),
+            outs,
+        )
 
     returned, shared = run_pipelined(
         dispatch,

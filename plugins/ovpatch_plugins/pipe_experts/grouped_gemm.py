@@ -82,7 +82,9 @@ def _grouped_mm(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
     if _has_kernel(x, weight, groups):
         return torch.nn.functional.grouped_mm(x, weight, offs=groups.get_offsets(x.device))
     out = x.new_empty((len(x), weight.shape[2]))
-    for rows, matrix, into in zip(x.split(groups.sizes), weight, out.split(groups.sizes), strict=True):
+    for rows, matrix, into in zip(
+        x.split(groups.sizes), weight, out.split(groups.sizes), strict=True
+    ):
         if len(rows):
             torch.mm(rows, matrix, out=into)
     return out
@@ -99,7 +101,8 @@ def _is_aligned(factor: Tensor) -> bool:
     """Return whether all rows, or columns, start at an aligned address; an activation may return any view."""
     strides = sorted(factor.stride())
     return strides[0] == 1 and all(
-        place % _ALIGNMENT == 0 for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))
+        place % _ALIGNMENT == 0
+        for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))
     )
 
 
@@ -116,7 +119,9 @@ class DelayedWeightGrads:
     collector sees cycles through nodes.
     """
 
-    def __init__(self, weights: Sequence[Tensor], *, delay_wgrad: bool = True, reused: bool = False) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], *, delay_wgrad: bool = True, reused: bool = False
+    ) -> None:
         self._grads = _WeightGrads(weights, delay_wgrad, reused)
         self._requires_grad = [weight.requires_grad for weight in weights]
         self.trains = any(self._requires_grad)  # whether any weight needs a gradient
@@ -125,7 +130,10 @@ class DelayedWeightGrads:
 
     def prepare_chunk(self, chunk: int) -> None:
         """Make the node of a chunk's deferred gradients; called before its rows are waited for."""
-        self._chunk, self._chunk_weights = chunk, apply_function(_Weights, self._grads, chunk, *self._collected)
+        self._chunk, self._chunk_weights = (
+            chunk,
+            apply_function(_Weights, self._grads, chunk, *self._collected),
+        )
 
     def multiply_rows(self, index: int, x: Tensor, experts: range, groups: GroupSizes) -> Tensor:
         """Return each expert's rows, in their order, times its transposed weight: ``[rows, k]`` -> ``[rows, n]``."""
@@ -213,7 +221,9 @@ class _Weights(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grads: _WeightGrads, chunk: int | None, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, grads: _WeightGrads, chunk: int | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.grads, ctx.chunk = grads, chunk
         ctx.set_materialize_grads(False)
         return tuple(weight.detach() for weight in weights)
@@ -225,14 +235,20 @@ class _Weights(torch.autograd.Function):
             ctx.grads.compute_deferred(ctx.chunk)
             return None, None, *[None] * len(ctx.grads.accumulators)
         accumulators = zip(ctx.needs_input_grad[2:], ctx.grads.accumulators, strict=True)
-        return None, None, *[accumulator.pop_grad() if needed else None for needed, accumulator in accumulators]
+        return (
+            None,
+            None,
+            *[accumulator.pop_grad() if needed else None for needed, accumulator in accumulators],
+        )
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(x if call.requires_grad else None, weight if x.requires_grad else None)
+        ctx.save_for_backward(
+            x if call.requires_grad else None, weight if x.requires_grad else None
+        )
         return grouped_linear(x, weight[call.experts], call.groups)
 
     @staticmethod

@@ -28,14 +28,19 @@ _STEPS: Final = ("_dispatch_tokens", "_combine_tokens")
 _READ: Final = ("ep_mesh", "tp_mesh", "num_local_experts", "experts_forward")
 
 # The functions of transformers that compute just two products of stacked weights, by implementation.
-_PLAIN: Final = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
+_PLAIN: Final = {
+    "grouped_mm": "grouped_mm_experts_forward",
+    "batched_mm": "batched_mm_experts_forward",
+}
 
 
 def wrap_call(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``AllToAllEP.__call__``: the feature computes the experts while it is on."""
 
     @functools.wraps(original)
-    def __call__(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         compute = compute_experts if STATE.on and is_stock_implementation(self) else original
         return compute(self, hidden_states, top_k_index, top_k_weights)
 
@@ -71,10 +76,14 @@ def is_stock_implementation(implementation: Any) -> bool:
 
     own = [getattr(AllToAllEP, name, None) for name in _STEPS]
     methods = [getattr(type(implementation), name, None) for name in _STEPS]
-    return None not in own and methods == own and all(hasattr(implementation, name) for name in _READ)
+    return (
+        None not in own and methods == own and all(hasattr(implementation, name) for name in _READ)
+    )
 
 
-def compute_experts(implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def compute_experts(
+    implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Stand in for ``AllToAllEP.__call__``, with ``[tokens, h]``, ``[tokens, k]`` and ``[tokens, k]``.
 
     The ranks of the tensor-parallel mesh hold the same tokens; experts are numbered over all ranks.
@@ -97,7 +106,9 @@ def compute_experts(implementation: Any, hidden_states: Tensor, top_k_index: Ten
 
 def _shard_tokens(tensor: Tensor, mesh: Any) -> Tensor:
     """Return this rank's shard of a tensor that the ranks of a mesh replicate; its gradient is all-gathered."""
-    sharded = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+    sharded = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(
+        mesh, [Shard(0)]
+    )
     local: Tensor = sharded.to_local()
     return local
 
@@ -109,7 +120,9 @@ def _make_factory(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, E
     stacked = _find_stacked_weights(experts, forward) if isinstance(experts, nn.Module) else None
     if stacked is None:
         COUNTERS.library_experts += 1
-        return None, functools.partial(IndexedExperts, function=functools.partial(_call_library_experts, forward))
+        return None, functools.partial(
+            IndexedExperts, function=functools.partial(_call_library_experts, forward)
+        )
     weights, activation, is_grouped = stacked
     # Autocast leaves grouped products alone: they are computed in the dtype of the weights.
     dtype = weights[0].dtype if is_grouped else autocast_dtype(x.device.type, x.dtype)
@@ -122,7 +135,9 @@ def _call_library_experts(forward: Callable[..., Tensor], rows: Tensor, experts:
     return forward(rows, index, torch.ones_like(index, dtype=rows.dtype))
 
 
-def _find_stacked_weights(experts: nn.Module, forward: Any) -> tuple[tuple[Tensor, Tensor], Activation, bool] | None:
+def _find_stacked_weights(
+    experts: nn.Module, forward: Any
+) -> tuple[tuple[Tensor, Tensor], Activation, bool] | None:
     """Return weights and activation of experts that are two products of stacked weights, and whether they are grouped.
 
     None for any other experts, and where a script has replaced a function of transformers.
@@ -159,4 +174,6 @@ def _decorated_forward() -> Any:
 
 
 def _find_nested_code(code: CodeType, name: str) -> CodeType | None:
-    return next((one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name), None)
+    return next(
+        (one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name), None
+    )

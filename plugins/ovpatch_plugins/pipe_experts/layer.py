@@ -84,7 +84,17 @@ def expert_parallel_ffn(
     """
     dtype = autocast_dtype(x.device.type, x.dtype)
     factory = make_stacked_factory(weights, activation, dtype, config)
-    return run_layer(x, top_k_index, top_k_weights, factory, len(weights[0]), group, config, shared_experts, dtype)
+    return run_layer(
+        x,
+        top_k_index,
+        top_k_weights,
+        factory,
+        len(weights[0]),
+        group,
+        config,
+        shared_experts,
+        dtype,
+    )
 
 
 def make_stacked_factory(
@@ -113,7 +123,9 @@ def run_experts(
     and the result are those of :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(ModuleListExperts, modules=experts)
-    return run_layer(x, top_k_index, top_k_weights, factory, len(experts), group, config, shared_experts)
+    return run_layer(
+        x, top_k_index, top_k_weights, factory, len(experts), group, config, shared_experts
+    )
 
 
 def run_grouped_experts(
@@ -134,17 +146,24 @@ def run_grouped_experts(
     :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(GroupedExperts, function=experts)
-    return run_layer(x, top_k_index, top_k_weights, factory, num_local_experts, group, config, shared_experts)
+    return run_layer(
+        x, top_k_index, top_k_weights, factory, num_local_experts, group, config, shared_experts
+    )
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, or the default group for None; ValueError if there is none, or if this rank is not in it."""
     resolved = dist.group.WORLD if group is None else group
     if resolved is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group() first")
-    if dist.get_rank(resolved) < 0:  # also true of the placeholder that new_group() returns to other ranks
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the group over which experts are shared: give it the group that it is in"
+            "there is no process group: call torch.distributed.init_process_group() first"
+        )
+    if (
+        dist.get_rank(resolved) < 0
+    ):  # also true of the placeholder that new_group() returns to other ranks
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group over which experts are shared: give it "
+            "the group that it is in"
         )
     return resolved
 
@@ -175,7 +194,9 @@ def run_layer(
     top_k, dtype = top_k_index.shape[1], dtype or x.dtype
     terms = {"experts of a rank": num_local_experts, "experts of a token": top_k}
     key = (config, num_local_experts, top_k)
-    check_consistent_once(group, "pipe_experts", key, lambda: terms | asdict(config), remedy=_SAME_LAYERS)
+    check_consistent_once(
+        group, "pipe_experts", key, lambda: terms | asdict(config), remedy=_SAME_LAYERS
+    )
     config = resolve_exchange(config, group, x.device)
     plans = get_plans(config, factory, group, num_local_experts, x, top_k, dtype)
     combine_group = config.get_combine_group(group)
@@ -222,7 +243,9 @@ class LayerShape:
     def estimate_bytes(self, tokens: int) -> int:
         """Return the peak memory of a call, forward and backward, with balanced routing, in bytes."""
         rows = tokens * self.top_k * (8 * self.hidden + 4 * (self.wide + self.ffn))
-        copies = 2 if self.dtype.itemsize >= 4 else 4  # with gradients; chunks' sums are in float32, then rounded
+        copies = (
+            2 if self.dtype.itemsize >= 4 else 4
+        )  # with gradients; chunks' sums are in float32, then rounded
         weights = copies * self.num_local_experts * self.hidden * (self.wide + self.ffn)
         return (rows + weights + 2 * tokens * self.hidden) * self.dtype.itemsize
 
@@ -238,7 +261,9 @@ class MeasuredPlans(PlanCandidates):
 
     def __init__(self, layer: LayerShape, fixed: ChunkPlan, activation: Activation) -> None:
         self._layer, self._activation = layer, activation
-        self._plans = list_candidates(layer.ep_size, layer.num_local_experts, layer.config.parts, layer.config.exchange)
+        self._plans = list_candidates(
+            layer.ep_size, layer.num_local_experts, layer.config.parts, layer.config.exchange
+        )
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
         self._chosen: dict[tuple[bool, bool, int], ChunkPlan] = {}
         plans = list(self._plans.values())
@@ -271,7 +296,9 @@ class MeasuredPlans(PlanCandidates):
         for backward, direction in ((False, "forward"), (True, "forward and backward")):
             make = functools.partial(self._make_candidates, group, tokens, backward)
             key, needs = f"{direction}, {layer.describe(tokens)}", layer.estimate_bytes(tokens)
-            choices.append(autotuner.tune(group, Tuning(key, tuple(self._plans), self._fixed, make, needs)))
+            choices.append(
+                autotuner.tune(group, Tuning(key, tuple(self._plans), self._fixed, make, needs))
+            )
         return self._plans[choices[trains].candidate], all(choice.final for choice in choices)
 
     def _make_candidates(
@@ -281,7 +308,10 @@ class MeasuredPlans(PlanCandidates):
         experts = layer.ep_size * layer.num_local_experts
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            drawn = torch.randn(*shape, generator=generator, dtype=layer.dtype, device=layer.device) * scale
+            drawn = (
+                torch.randn(*shape, generator=generator, dtype=layer.dtype, device=layer.device)
+                * scale
+            )
             return drawn.requires_grad_(backward)
 
         x, top = draw(tokens, layer.hidden), draw(tokens, layer.top_k)
@@ -298,7 +328,9 @@ class MeasuredPlans(PlanCandidates):
 
         def run(plan: ChunkPlan) -> None:
             with torch.set_grad_enabled(backward):
-                out, _ = run_forward(x, index, top, factory, PlanCandidates(plan), group, combine_group, layer.dtype)
+                out, _ = run_forward(
+                    x, index, top, factory, PlanCandidates(plan), group, combine_group, layer.dtype
+                )
                 if backward:
                     torch.autograd.grad(out, (x, top, *weights), grad)
 
@@ -327,8 +359,12 @@ def get_plans(
     if wide not in (ffn, 2 * ffn):  # there is no activation of that width to measure with
         return PlanCandidates(fixed)
     activation = nn.functional.silu if wide == ffn else swiglu
-    layer = LayerShape(config, ep_size, num_local_experts, top_k, x.shape[1], wide, ffn, dtype, x.device)
-    return group_state(group).get_or_create((MeasuredPlans, layer), lambda: MeasuredPlans(layer, fixed, activation))
+    layer = LayerShape(
+        config, ep_size, num_local_experts, top_k, x.shape[1], wide, ffn, dtype, x.device
+    )
+    return group_state(group).get_or_create(
+        (MeasuredPlans, layer), lambda: MeasuredPlans(layer, fixed, activation)
+    )
 
 
 # --- the module ---
@@ -374,7 +410,9 @@ class ExpertParallelFFN(nn.Module):
         group = resolve_group(group)
         ep_size = group.size()
         if experts % ep_size:
-            raise ValueError(f"{experts} experts cannot be shared evenly by {ep_size} ranks: choose a multiple")
+            raise ValueError(
+                f"{experts} experts cannot be shared evenly by {ep_size} ranks: choose a multiple"
+            )
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: choose one of {', '.join(ACTIVATIONS)}")
         self.experts, self.activation, self.capacity_factor = experts, activation, capacity_factor
@@ -383,7 +421,9 @@ class ExpertParallelFFN(nn.Module):
         local, wide = experts // ep_size, 2 * ffn if activation == "swiglu" else ffn
         # ``[e, n, h]``; n is ``ffn``, or twice that with a gate: gate first.
         self.up = nn.Parameter(torch.empty(local, wide, hidden, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))  # ``[e, h, ffn]``
+        self.down = nn.Parameter(
+            torch.empty(local, hidden, ffn, device=device, dtype=dtype)
+        )  # ``[e, h, ffn]``
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -402,14 +442,25 @@ class ExpertParallelFFN(nn.Module):
         """
         tokens, index = x.reshape(-1, x.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
         if self.capacity_factor is not None:
-            capacity = compute_capacity(len(tokens), index.shape[1], self.experts, self.capacity_factor)
+            capacity = compute_capacity(
+                len(tokens), index.shape[1], self.experts, self.capacity_factor
+            )
             index = drop_over_capacity(index, self.experts, capacity)
         weights = top_k_weights.reshape(index.shape)
         shared = self.shared
-        shared_experts: Callable[[], Tensor] | None = None if shared is None else lambda: shared(tokens)
+        shared_experts: Callable[[], Tensor] | None = (
+            None if shared is None else lambda: shared(tokens)
+        )
         activation, group = ACTIVATIONS[self.activation], self._find_group()
         out = expert_parallel_ffn(
-            tokens, index, weights, (self.up, self.down), activation, group, self.config, shared_experts
+            tokens,
+            index,
+            weights,
+            (self.up, self.down),
+            activation,
+            group,
+            self.config,
+            shared_experts,
         )
         return out.view(*x.shape[:-1], out.shape[-1])
 

@@ -58,5 +58,10 @@ def list_remarks() -> Sequence[str]:
 
 
 hooks = make_feature_hooks(
-    FEATURE, register, counters=COUNTERS, activate=activate, deactivate=deactivate, remarks=list_remarks
+    FEATURE,
+    register,
+    counters=COUNTERS,
+    activate=activate,
+    deactivate=deactivate,
+    remarks=list_remarks,
 )

@@ -33,7 +33,8 @@ OPTIONS: Final = (
     Option(
         "parts",
         0,
-        "Number of chunks. 0: up to 4 groups of experts, or 2 slices of tokens; auto measures 2, 4 and 8.",
+        "Number of chunks. 0: up to 4 groups of experts, or 2 slices of tokens; auto measures 2, 4 "
+        "and 8.",
         parse=make_count_parser("a number of parts, or 0 for as many as the cut thinks best"),
         aliases=("multi_data", "pipeline_degree"),
         values="a number of chunks",
@@ -41,13 +42,15 @@ OPTIONS: Final = (
     Option(
         "delay_wgrad",
         True,
-        "Compute weight gradients after the launch of a chunk's all-to-all, where the feature computes the experts.",
+        "Compute weight gradients after the launch of a chunk's all-to-all, where the feature "
+        "computes the experts.",
         aliases=("delay_wgrad_compute",),
     ),
     Option(
         "multi_stream",
         False,
-        "Send results back on a second communicator, so that they do not queue behind later dispatches.",
+        "Send results back on a second communicator, so that they do not queue behind later "
+        "dispatches.",
         experimental=(True,),
     ),
     Option(
@@ -81,7 +84,9 @@ class MoEConfig:
         from ovpatch.overlap.comm.lifetimes import group_state  # loaded with the first layer
 
         # Layers share it: each communicator takes memory on the device.
-        return group_state(group).get_or_create(("way back",), lambda: make_communicator(group, "ovpatch way back"))
+        return group_state(group).get_or_create(
+            ("way back",), lambda: make_communicator(group, "ovpatch way back")
+        )
 
 
 def make_communicator(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:

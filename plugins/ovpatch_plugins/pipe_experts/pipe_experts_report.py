@@ -13,7 +13,9 @@ class Counters(FeatureCounters):
 
     calls: int = 0  # forward passes of expert-parallel layers
     parts: int = 0  # chunks in which they were computed
-    stacked_calls: int = 0  # calls whose experts are computed by the feature, with delayed weight gradients
+    stacked_calls: int = (
+        0  # calls whose experts are computed by the feature, with delayed weight gradients
+    )
     taken_over: int = 0  # calls of a library's layer, such as transformers'
     library_experts: int = 0  # taken-over calls whose experts the library computed, chunk by chunk
     symmetric: int = 0  # all-to-alls over symmetric memory, including those of measurements
@@ -31,7 +33,10 @@ def write_remarks(expert_parallel: str) -> list[str]:
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))
     transport = sys.modules.get("ovpatch_plugins.pipe_experts.all_to_all")
     reasons = [] if transport is None else transport.list_unsupported_reasons()
-    remarks += [f"rows travel by c10d's all-to-alls, not over symmetric memory: {reason}" for reason in reasons]
+    remarks += [
+        f"rows travel by c10d's all-to-alls, not over symmetric memory: {reason}"
+        for reason in reasons
+    ]
     if COUNTERS.library_experts:
         remarks.append(
             f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed "
@@ -40,12 +45,21 @@ def write_remarks(expert_parallel: str) -> list[str]:
             "something in their place"
         )
     elif COUNTERS.calls:
-        if STATE.config.cut == "auto" and not COUNTERS.stacked_calls and COUNTERS.parts == COUNTERS.calls:
+        if (
+            STATE.config.cut == "auto"
+            and not COUNTERS.stacked_calls
+            and COUNTERS.parts == COUNTERS.calls
+        ):
             remarks.append(
-                "layers were not cut: cut=auto measures experts with stacked weights only; for others try cut=experts"
+                "layers were not cut: cut=auto measures experts with stacked weights only; for "
+                "others try cut=experts"
             )
     elif "transformers" in sys.modules:
-        where = "" if expert_parallel in sys.modules else " (transformers' expert parallelism was not imported)"
+        where = (
+            ""
+            if expert_parallel in sys.modules
+            else " (transformers' expert parallelism was not imported)"
+        )
         remarks.append(
             f"no expert-parallel layer was found{where}: for layers of your own, call "
             "ovpatch_plugins.pipe_experts.run_experts() or expert_parallel_ffn()"

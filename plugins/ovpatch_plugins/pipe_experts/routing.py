@@ -39,7 +39,9 @@ class ChunkPlan:
 
     ep_size: int  # number of ranks
     expert_groups: tuple[range, ...]  # ranges of local experts
-    token_chunks: int = 1  # number of slices of the tokens; each slice has a chunk for every group of experts
+    token_chunks: int = (
+        1  # number of slices of the tokens; each slice has a chunk for every group of experts
+    )
     symmetric: bool = False  # whether rows travel over symmetric memory
 
     @property
@@ -60,7 +62,12 @@ class ChunkPlan:
     def compute_positions(self) -> list[int]:
         """Return each expert's position in the send order of a slice of tokens: by expert group, then by rank."""
         local = self.num_local_experts
-        order = [rank * local + i for group in self.expert_groups for rank in range(self.ep_size) for i in group]
+        order = [
+            rank * local + i
+            for group in self.expert_groups
+            for rank in range(self.ep_size)
+            for i in group
+        ]
         positions = [0] * self.num_experts
         for position, expert in enumerate(order):
             positions[expert] = position
@@ -99,7 +106,10 @@ def make_plan(
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: choose one of {', '.join(EXCHANGES)}")
     if parts < 0:
-        raise ValueError(f"parts={parts}: expected a number of parts. Give one, or 0 for what the cut thinks best")
+        raise ValueError(
+            f"parts={parts}: expected a number of parts. Give one, or 0 for what the cut thinks "
+            "best"
+        )
     symmetric = exchange == "symmetric" and ep_size > 1
     if cut == "tokens":
         return ChunkPlan(ep_size, (range(num_local_experts),), parts or 2, symmetric)
@@ -119,7 +129,9 @@ def list_candidates(
     names: dict[ChunkPlan, str] = {}
     for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):
         suffix = ", symmetric" if way == "symmetric" else ""
-        names.setdefault(make_plan(ep_size, num_local_experts, "none", exchange=way), f"none{suffix}")
+        names.setdefault(
+            make_plan(ep_size, num_local_experts, "none", exchange=way), f"none{suffix}"
+        )
         for cut in ("experts", "tokens"):
             for count in (parts,) if parts else _MEASURED:
                 plan = make_plan(ep_size, num_local_experts, cut, count, way)
@@ -139,16 +151,27 @@ class Splits:
     """Numbers of rows in one call of a layer on one rank."""
 
     input_splits: list[list[int]]  # rows that this rank dispatches, ``[chunk][rank]``
-    expert_splits: list[list[list[int]]]  # rows that arrive here, ``[chunk][rank][expert of the chunk's group]``
+    expert_splits: list[
+        list[list[int]]
+    ]  # rows that arrive here, ``[chunk][rank][expert of the chunk's group]``
 
     @classmethod
     def from_counts(
-        cls, plan: ChunkPlan, sent: Sequence[Sequence[Sequence[int]]], arriving: Sequence[Sequence[Sequence[int]]]
+        cls,
+        plan: ChunkPlan,
+        sent: Sequence[Sequence[Sequence[int]]],
+        arriving: Sequence[Sequence[Sequence[int]]],
     ) -> Splits:
         """Group ``[rank][slice of tokens][local expert]`` by chunk."""
         return cls(
-            [[sum(by_rank[i][expert] for expert in group) for by_rank in sent] for i, group in plan.chunks],
-            [[[by_rank[i][expert] for expert in group] for by_rank in arriving] for i, group in plan.chunks],
+            [
+                [sum(by_rank[i][expert] for expert in group) for by_rank in sent]
+                for i, group in plan.chunks
+            ],
+            [
+                [[by_rank[i][expert] for expert in group] for by_rank in arriving]
+                for i, group in plan.chunks
+            ],
         )
 
     def output_splits(self, chunk: int) -> list[int]:
@@ -176,7 +199,9 @@ def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tens
     chosen = top_k_index.reshape(-1)
     keys = chosen.where(chosen >= 0, experts)
     ordered, order = keys.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(experts + 1, dtype=torch.int64, device=chosen.device))
+    starts = torch.searchsorted(
+        ordered, torch.arange(experts + 1, dtype=torch.int64, device=chosen.device)
+    )
     rank = torch.arange(len(ordered), dtype=torch.int64, device=chosen.device) - starts[ordered]
     kept = torch.empty_like(chosen, dtype=torch.bool).index_copy_(0, order, rank < capacity)
     return chosen.where(kept, DROPPED).view_as(top_k_index)
@@ -245,13 +270,17 @@ class _GatherRows(torch.autograd.Function):
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, route: Route, rows: Tensor, weights: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         from ovpatch_plugins.pipe_experts.triton_kernels import weighted_sum
 
         ctx.route = route
         ctx.save_for_backward(rows, weights)
         promoted = torch.promote_types(dtype, weights.dtype)
-        return weighted_sum(rows.contiguous(), weights.contiguous(), route.row_of_slot, route.top_k, promoted)
+        return weighted_sum(
+            rows.contiguous(), weights.contiguous(), route.row_of_slot, route.top_k, promoted
+        )
 
     @staticmethod
     @once_differentiable
@@ -261,18 +290,29 @@ class _WeightedSum(torch.autograd.Function):
         rows, weights = (saved.contiguous() for saved in ctx.saved_tensors)
         _, rows_grad, weights_grad, _ = ctx.needs_input_grad
         grads = weighted_sum_backward(
-            rows, weights, ctx.route.order, grad.contiguous(), rows_grad=rows_grad, weights_grad=weights_grad
+            rows,
+            weights,
+            ctx.route.order,
+            grad.contiguous(),
+            rows_grad=rows_grad,
+            weights_grad=weights_grad,
         )
         return None, *grads, None
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
     """Return whether the Triton kernels take these tensors."""
-    return all(t.is_cuda and t.dtype in _KERNEL_DTYPES for t in tensors) and not triton_unavailable_reason()
+    return (
+        all(t.is_cuda and t.dtype in _KERNEL_DTYPES for t in tensors)
+        and not triton_unavailable_reason()
+    )
 
 
 def route_tokens(
-    top_k_index: Tensor, plans: PlanCandidates, group: dist.ProcessGroup, transport: AllToAllTransport | None = None
+    top_k_index: Tensor,
+    plans: PlanCandidates,
+    group: dist.ProcessGroup,
+    transport: AllToAllTransport | None = None,
 ) -> Route:
     """Exchange the numbers of rows with the other ranks, and choose the plan. The host waits for the counts, once.
 
@@ -284,14 +324,18 @@ def route_tokens(
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected
     order = _sort_slots(chosen, expected, tokens)
-    sent, arriving = _exchange_counts(chosen, plans.finest, tokens, transport or CollectiveAllToAll(group))
+    sent, arriving = _exchange_counts(
+        chosen, plans.finest, tokens, transport or CollectiveAllToAll(group)
+    )
     _check_experts(arriving, expected)
     most, trains = divmod(int(arriving[:, -1].max()), 2)
     plan = plans.choose_plan(group, most, bool(trains))
     if plan != expected:
         order = _sort_slots(chosen, plan, tokens)
     shape = plan.ep_size, plan.token_chunks, -1, plan.num_local_experts
-    splits = Splits.from_counts(plan, *[one[:, :-2].view(shape).sum(dim=2).tolist() for one in (sent, arriving)])
+    splits = Splits.from_counts(
+        plan, *[one[:, :-2].view(shape).sum(dim=2).tolist() for one in (sent, arriving)]
+    )
     return Route(order[: sum(splits.chunk_sizes())], tokens * top_k, top_k, splits, plan)
 
 
@@ -301,7 +345,9 @@ def _sort_slots(chosen: Tensor, plan: ChunkPlan, tokens: int) -> Tensor:
     if len(plan.expert_groups) > 1:
         position = get_positions_on(plan, chosen.device)[chosen.clamp(0, plan.num_experts - 1)]
     position = position + _token_slice(chosen, plan.token_chunks, tokens) * plan.num_experts
-    return position.masked_fill(chosen < 0, plan.token_chunks * plan.num_experts).argsort(stable=True)
+    return position.masked_fill(chosen < 0, plan.token_chunks * plan.num_experts).argsort(
+        stable=True
+    )
 
 
 def _token_slice(chosen: Tensor, token_chunks: int, tokens: int) -> Tensor | int:

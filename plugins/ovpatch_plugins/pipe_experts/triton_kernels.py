@@ -23,7 +23,9 @@ _BLOCK = 1024  # features per program and pass
 
 
 @triton.jit
-def weighted_sum_kernel(rows, weights, row_of_slot, out, features, K: tl.constexpr, BLOCK: tl.constexpr):
+def weighted_sum_kernel(
+    rows, weights, row_of_slot, out, features, K: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program (t, b): block b of the features of token t; without ``weights`` each row counts once."""
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +43,15 @@ def weighted_sum_kernel(rows, weights, row_of_slot, out, features, K: tl.constex
 
 @triton.jit
 def weighted_sum_backward_kernel(
-    rows, weights, order, grad, drows, dweights, FEATURES: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    weights,
+    order,
+    grad,
+    drows,
+    dweights,
+    FEATURES: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Program r: the gradients of row r and of its weight; ``drows`` or ``dweights`` may be None."""
     row = tl.program_id(0).to(tl.int64)
@@ -51,16 +61,22 @@ def weighted_sum_backward_kernel(
     for begin in range(0, FEATURES, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         inside = columns < FEATURES
-        given = tl.load(grad + slot // K * FEATURES + columns, mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(grad + slot // K * FEATURES + columns, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if drows is not None:
             tl.store(drows + row * FEATURES + columns, given * weight, mask=inside)
         if dweights is not None:
-            dot += given * tl.load(rows + row * FEATURES + columns, mask=inside, other=0.0).to(tl.float32)
+            dot += given * tl.load(rows + row * FEATURES + columns, mask=inside, other=0.0).to(
+                tl.float32
+            )
     if dweights is not None:
         tl.store(dweights + slot, tl.sum(dot, 0))
 
 
-def weighted_sum(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+def weighted_sum(
+    rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int, dtype: torch.dtype
+) -> Tensor:
     """Return each token's sum of its contiguous rows: ``[rows, h]``, ``[tokens, k]`` -> ``[tokens, h]``.
 
     Weights are 1 by default. ``row_of_slot`` has the row of each slot, ``[tokens * k]`` of int64, -1 for none. Sums are
@@ -76,7 +92,13 @@ def weighted_sum(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_
 
 
 def weighted_sum_backward(
-    rows: Tensor, weights: Tensor, order: Tensor, grad: Tensor, *, rows_grad: bool, weights_grad: bool
+    rows: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    grad: Tensor,
+    *,
+    rows_grad: bool,
+    weights_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of rows ``[rows, h]`` and of weights ``[tokens, k]`` that are needed; all are contiguous.
 
@@ -95,7 +117,9 @@ MAX_CHANNELS = tl.constexpr(32)
 # Offsets in a rank's signals and in its state: the units that a rank has stored here, and has fetched from here.
 STORED = tl.constexpr(0)
 FETCHED = tl.constexpr(MAX_CHANNELS.value * RANKS.value)
-HEADER = tl.constexpr(8 * 2 * MAX_CHANNELS.value * RANKS.value)  # bytes of signals in front of the rings
+HEADER = tl.constexpr(
+    8 * 2 * MAX_CHANNELS.value * RANKS.value
+)  # bytes of signals in front of the rings
 
 
 @triton.jit
@@ -130,13 +154,17 @@ def _count_units(words, channel, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLO
 
 
 @triton.jit
-def _unit_start(words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+def _unit_start(
+    words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return the first word of a channel's unit."""
     return (channel + index * CHANNELS) * _unit_size(words, CHANNELS, SLOT, BLOCK)
 
 
 @triton.jit
-def _words_of_unit(words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+def _words_of_unit(
+    words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return the number of words of a channel's unit; 0 if it has none of that index."""
     left = words - _unit_start(words, channel, index, CHANNELS, SLOT, BLOCK)
     held = tl.minimum(tl.maximum(left, 0), _unit_size(words, CHANNELS, SLOT, BLOCK))
@@ -145,7 +173,15 @@ def _words_of_unit(words, channel, index, CHANNELS: tl.constexpr, SLOT: tl.const
 
 @triton.jit
 def _slot_address(
-    peers, owner, source, channel, number, like, WORLD: tl.constexpr, SLOT: tl.constexpr, DEPTH: tl.constexpr
+    peers,
+    owner,
+    source,
+    channel,
+    number,
+    like,
+    WORLD: tl.constexpr,
+    SLOT: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Return the address of a unit's slot in its owner's memory."""
     index = (channel * WORLD + source) * DEPTH + number % DEPTH
@@ -188,20 +224,30 @@ def symm_all_to_all_kernel(
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
         stored = _count_units(_count_of(to, sending, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
-        fetched = _count_units(_count_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _count_units(
+            _count_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK
+        )
         levels = tl.maximum(levels, tl.maximum(stored, tl.where(fetched > 0, fetched + 1, 0)))
     for level in range(0, levels):
         for step in range(1, WORLD):
             to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
-            sent, received = _count_of(to, sending, WORLD) * wide, _count_of(source, receiving, WORLD) * wide
+            sent, received = (
+                _count_of(to, sending, WORLD) * wide,
+                _count_of(source, receiving, WORLD) * wide,
+            )
             stored = _words_of_unit(sent, channel, level, CHANNELS, SLOT, BLOCK).to(tl.int32)
-            fetched = _words_of_unit(received, channel, level - 1, CHANNELS, SLOT, BLOCK).to(tl.int32)
+            fetched = _words_of_unit(received, channel, level - 1, CHANNELS, SLOT, BLOCK).to(
+                tl.int32
+            )
             number = tl.load(state + STORED + own + to) + level
             other = tl.load(state + FETCHED + own + source) + level - 1
             theirs = _slot_address(peers, to, rank, channel, number, rows, WORLD, SLOT, DEPTH)
-            ours = _slot_address(peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH)
+            ours = _slot_address(
+                peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH
+            )
             leaving = rows + (
-                _rows_before(to, sending, WORLD) * wide + _unit_start(sent, channel, level, CHANNELS, SLOT, BLOCK)
+                _rows_before(to, sending, WORLD) * wide
+                + _unit_start(sent, channel, level, CHANNELS, SLOT, BLOCK)
             )
             put = _unit_start(received, channel, level - 1, CHANNELS, SLOT, BLOCK)
             coming = out + (_rows_before(source, receiving, WORLD) * wide + put)
@@ -213,22 +259,38 @@ def symm_all_to_all_kernel(
             if fetched > 0:
                 wait_for(signals + STORED + own + source, other + 1)
             leaves = tl.load(leaving + block, block < stored)
-            comes = tl.load(ours + block, block < fetched, cache_modifier=".cg")  # past L1: other ranks store to slots
+            comes = tl.load(
+                ours + block, block < fetched, cache_modifier=".cg"
+            )  # past L1: other ranks store to slots
             for first in range(0, tl.maximum(stored, fetched), BLOCK):
                 here, ahead = first + block, first + BLOCK + block
-                next_leaves = tl.load(leaving + ahead, ahead < stored)  # in flight while these are stored
+                next_leaves = tl.load(
+                    leaving + ahead, ahead < stored
+                )  # in flight while these are stored
                 next_comes = tl.load(ours + ahead, ahead < fetched, cache_modifier=".cg")
                 tl.store(theirs + here, leaves, here < stored)
                 tl.store(coming + here, comes, here < fetched)
                 leaves, comes = next_leaves, next_comes
             tl.debug_barrier()
             if stored > 0:
-                tl.atomic_xchg(signals_of(peers, to) + STORED + own + rank, number + 1, sem="release", scope="sys")
+                tl.atomic_xchg(
+                    signals_of(peers, to) + STORED + own + rank,
+                    number + 1,
+                    sem="release",
+                    scope="sys",
+                )
             if fetched > 0:
-                tl.atomic_xchg(signals_of(peers, source) + FETCHED + own + rank, other + 1, sem="release", scope="sys")
+                tl.atomic_xchg(
+                    signals_of(peers, source) + FETCHED + own + rank,
+                    other + 1,
+                    sem="release",
+                    scope="sys",
+                )
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
         stored = _count_units(_count_of(to, sending, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
-        fetched = _count_units(_count_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK)
+        fetched = _count_units(
+            _count_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK
+        )
         tl.store(state + STORED + own + to, tl.load(state + STORED + own + to) + stored)
         tl.store(state + FETCHED + own + source, tl.load(state + FETCHED + own + source) + fetched)

@@ -16,7 +16,9 @@ def walk_graph(outputs: Sequence[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
     """Return the nodes behind tensors and the leaves that they lead to, by id."""
     seen: set[Any] = {None}
     nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
-    leaves: dict[int, Tensor] = {id(one): one for one in outputs if one.grad_fn is None and one.requires_grad}
+    leaves: dict[int, Tensor] = {
+        id(one): one for one in outputs if one.grad_fn is None and one.requires_grad
+    }
     while nodes:
         node = nodes.pop()
         if node in seen:
@@ -42,7 +44,9 @@ def find_readers(outputs: Sequence[Tensor]) -> tuple[dict[int, set[Any]], bool]:
     for node in nodes:
         for child, _ in node.next_functions:
             parents[child].add(node)
-    readers = {id(node.variable): _skip_casts(parents, node) for node in nodes if hasattr(node, "variable")}
+    readers = {
+        id(node.variable): _skip_casts(parents, node) for node in nodes if hasattr(node, "variable")
+    }
     for output in outputs:
         if id(output) in leaves:
             readers.setdefault(id(output), set()).add(None)

@@ -55,7 +55,8 @@ OPTIONS: Final = (
     Option(
         "overlap_p2p_comm",
         True,
-        "Post receives ahead of the computation that reads them: two on gloo, one on NCCL. Copies need none.",
+        "Post receives ahead of the computation that reads them: two on gloo, one on NCCL. Copies "
+        "need none.",
     ),
     Option(
         "p2p_transport",

@@ -25,13 +25,29 @@ from ovpatch.overlap.pipelining.copied_messages import (
     write_c10d_remark,
 )
 from ovpatch.overlap.pipelining.edges import close_edges
-from ovpatch.overlap.pipelining.ir import Kind, Order, Program, Schedule, ScheduleError, make_program
+from ovpatch.overlap.pipelining.ir import (
+    Kind,
+    Order,
+    Program,
+    Schedule,
+    ScheduleError,
+    make_program,
+)
 from ovpatch.overlap.pipelining.messages import AHEAD, Messages, blocks_host, find_group_reason
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
-from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_order, convert_torch_order
+from ovpatch.overlap.pipelining.orders import (
+    build_bidirectional_order,
+    build_order,
+    convert_torch_order,
+)
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES, OPTIONS
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
-from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport, note_schedule, note_stock
+from ovpatch_plugins.pipeline.pipeline_report import (
+    Prediction,
+    ScheduleReport,
+    note_schedule,
+    note_stock,
+)
 from ovpatch_plugins.pipeline.runtime.engine import Engine, EngineParts, Programs, StepInputs
 from ovpatch_plugins.pipeline.runtime.first_step import FirstStep
 from ovpatch_plugins.pipeline.runtime.pipeline_shape import PipelineShape, StageInfo, read_shape
@@ -155,7 +171,11 @@ def _read_facts(schedule: Any, owner: str) -> tuple[Any, ...]:
     stages = list_stages(schedule)
     own = None
     if owner not in _SINGLE:
-        orders = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
+        orders = (
+            getattr(schedule, "pipeline_order_with_comms", None)
+            or getattr(schedule, "pipeline_order", None)
+            or {}
+        )
         own = orders.get(getattr(schedule, "rank", None))
     has_custom_functions = bool(getattr(schedule, "_comp_type_to_function_map", None))
     return (
@@ -166,7 +186,12 @@ def _read_facts(schedule: Any, owner: str) -> tuple[Any, ...]:
     )
 
 
-def _run_step(schedule: Any, attached: AttachedSchedule, given: Mapping[str, Any], run_stock: Callable[[], Any]) -> Any:
+def _run_step(
+    schedule: Any,
+    attached: AttachedSchedule,
+    given: Mapping[str, Any],
+    run_stock: Callable[[], Any],
+) -> Any:
     """Run the microbatches of a step that the engine has.
 
     Args:
@@ -217,21 +242,29 @@ def _prepare_inputs(
     )
     if is_initialized(schedule):
         try:
-            return make(*schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, losses))
+            return make(
+                *schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, losses)
+            )
         except Exception as error:  # noqa: BLE001 - the engine raises it, once other ranks know
             return make([()], [{}], error=error)
     engine, first_step = attached.engine, attached.first_step
     assert engine is not None
     assert first_step is not None
-    check = functools.partial(schedule._check_inputs, given["arg_mbs"], given["kwarg_mbs"], targets, losses)
+    check = functools.partial(
+        schedule._check_inputs, given["arg_mbs"], given["kwarg_mbs"], targets, losses
+    )
 
     def initialize() -> None:
         args, kwargs = check()
-        initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
+        initialize_stages(
+            schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs
+        )
 
     may_change = attached.controller is not None and attached.controller.may_change_order
     end = functools.partial(engine.end_inference, may_change=may_change)
-    first_step.infer_shapes(schedule, list(engine.stages.values()), check, initialize, None if is_stock else end)
+    first_step.infer_shapes(
+        schedule, list(engine.stages.values()), check, initialize, None if is_stock else end
+    )
     return make(*check())
 
 
@@ -257,7 +290,9 @@ def release_all() -> None:
 # --- attaching ---
 
 
-def attach_schedule(schedule: Any, owner: str, options: Mapping[str, Any], facts: tuple[Any, ...]) -> AttachedSchedule:
+def attach_schedule(
+    schedule: Any, owner: str, options: Mapping[str, Any], facts: tuple[Any, ...]
+) -> AttachedSchedule:
     """Decide with all ranks whether the engine runs a schedule, and make the engine.
 
     Args:
@@ -274,20 +309,30 @@ def attach_schedule(schedule: Any, owner: str, options: Mapping[str, Any], facts
         return AttachedSchedule(facts)
 
     rank, device = dist.get_rank(group), shape.devices[0]
-    is_auto = options["schedule"] == AUTO and type(schedule).__name__ in _REPLACEABLE and group.size() > 1
+    is_auto = (
+        options["schedule"] == AUTO and type(schedule).__name__ in _REPLACEABLE and group.size() > 1
+    )
     lowered = _read_lowered_order(schedule, rank)
     choice = choose_messages(group, shape, options)
     programs = plan_programs(orders, shape, rank, choice.ahead, lowered.shardings)
     is_split = owner not in _SINGLE and any(action.kind is Kind.W for action in orders[rank])
-    stages = make_stages(shape, programs, options, schedule=schedule, lowered=lowered, splits_all=is_auto)
+    stages = make_stages(
+        shape, programs, options, schedule=schedule, lowered=lowered, splits_all=is_auto
+    )
     messages = choice.make(programs.steady, orders)
     times = StepTimes()
     prediction = Prediction(group, orders, shape.placement, times)
     clock = make_clock(times, device)
     by_perform = owner != "PipelineScheduleMulti"
-    engine = Engine(EngineParts(schedule, group, stages, programs, messages, times, clock, by_perform))
-    begins_as_stock = any(stage.data_parallel.first_step_is_stock(is_split) for stage in stages.values())
-    first_step = FirstStep(group, device, begins_as_stock=begins_as_stock, on_host=blocks_host(group, device))
+    engine = Engine(
+        EngineParts(schedule, group, stages, programs, messages, times, clock, by_perform)
+    )
+    begins_as_stock = any(
+        stage.data_parallel.first_step_is_stock(is_split) for stage in stages.values()
+    )
+    first_step = FirstStep(
+        group, device, begins_as_stock=begins_as_stock, on_host=blocks_host(group, device)
+    )
 
     report = ScheduleReport(
         name=type(schedule).__name__,
@@ -310,16 +355,28 @@ def attach_schedule(schedule: Any, owner: str, options: Mapping[str, Any], facts
     if is_auto:
         from ovpatch_plugins.pipeline.auto.auto_schedule import AutoSchedule, Pipeline
 
-        pipeline = Pipeline(report.name, orders, shape.placement, schedule._n_microbatches, group, device, options)
+        pipeline = Pipeline(
+            report.name, orders, shape.placement, schedule._n_microbatches, group, device, options
+        )
         plan = functools.partial(
-            _plan_other_order, engine, shape, rank, programs, choice.ahead, is_sharded=bool(lowered.shardings)
+            _plan_other_order,
+            engine,
+            shape,
+            rank,
+            programs,
+            choice.ahead,
+            is_sharded=bool(lowered.shardings),
         )
         attached.controller = AutoSchedule(engine, pipeline, plan, report, cache_dir())
     return attached
 
 
 def _agree_on_order(
-    schedule: Any, owner: str, shape: PipelineShape, group: dist.ProcessGroup, options: Mapping[str, Any]
+    schedule: Any,
+    owner: str,
+    shape: PipelineShape,
+    group: dist.ProcessGroup,
+    options: Mapping[str, Any],
 ) -> tuple[str, Schedule | None]:
     """Return the name and the order of a schedule; no order if some rank has a reason against it."""
     stashes = options["weight_stash"] != "off"
@@ -351,7 +408,9 @@ def _agree_on_order(
     return name, orders
 
 
-def _choose_order(schedule: Any, owner: str, shape: PipelineShape, options: Mapping[str, Any]) -> tuple[str, Schedule]:
+def _choose_order(
+    schedule: Any, owner: str, shape: PipelineShape, options: Mapping[str, Any]
+) -> tuple[str, Schedule]:
     if owner == BIDIRECTIONAL:
         doubles = options["forward_doubling"]
         orders = build_bidirectional_order(
@@ -380,7 +439,9 @@ class MessagesChoice:
     ahead: int
 
 
-def choose_messages(group: dist.ProcessGroup, shape: PipelineShape, options: Mapping[str, Any]) -> MessagesChoice:
+def choose_messages(
+    group: dist.ProcessGroup, shape: PipelineShape, options: Mapping[str, Any]
+) -> MessagesChoice:
     """Choose the transport of a pipeline's messages, together with all ranks.
 
     Raises:
@@ -483,7 +544,11 @@ def make_stages(
     """
     steps = programs.steady.steps
     split = {step.action.stage for step in steps if step.action.kind is Kind.W or splits_all}
-    sending = {step.action.stage for step in steps if step.action.kind is not Kind.F and step.receiver is not None}
+    sending = {
+        step.action.stage
+        for step in steps
+        if step.action.kind is not Kind.F and step.receiver is not None
+    }
 
     def choose_options(info: StageInfo) -> StageOptions:
         return StageOptions(
@@ -509,7 +574,10 @@ def make_stages(
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
     """Return that each stage is unsharded before its first computation, and resharded at the end of the step."""
     stages = dict.fromkeys(action.stage for action in order)
-    first = {stage: next(i for i, action in enumerate(order) if action.stage == stage) for stage in stages}
+    first = {
+        stage: next(i for i, action in enumerate(order) if action.stage == stage)
+        for stage in stages
+    }
     ends = [(len(order), "RESHARD", stage) for stage in stages]
     return [*((index, "UNSHARD", stage) for stage, index in first.items()), *ends]
 
@@ -534,7 +602,9 @@ class LoweredOrder(NamedTuple):
             if len(places) > 1:
                 return f"the order has {len(places)} REDUCE_GRADs of stage {stage}"
             if places[0] < self.ends.get(stage, 0):
-                return f"the order has REDUCE_GRAD of stage {stage} before the stage's last backward"
+                return (
+                    f"the order has REDUCE_GRAD of stage {stage} before the stage's last backward"
+                )
         return ""
 
 
@@ -591,5 +661,7 @@ def _has_skip_connections(stage: Any) -> bool:
     users = list(stage.node.users)
     # An output of several tensors reaches its readers through the nodes that pick one tensor.
     readers = [user for user in users if user.target is not operator.getitem]
-    readers += [reader for user in users if user.target is operator.getitem for reader in user.users]
+    readers += [
+        reader for user in users if user.target is operator.getitem for reader in user.users
+    ]
     return bool({stage.find_dst_rank(reader) for reader in readers} - {stage.stage_index + 1, None})

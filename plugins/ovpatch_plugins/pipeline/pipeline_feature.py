@@ -77,7 +77,9 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
-def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _wrap_step(
+    original: Callable[..., Any], owner: str, options: Mapping[str, Any]
+) -> Callable[..., Any]:
     from ovpatch_plugins.pipeline.pipeline_attach import SchedulePatches
 
     return SchedulePatches(options).wrap_step(original, owner)

@@ -44,7 +44,11 @@ class Prediction:
     may_change_order = False
 
     def __init__(
-        self, group: dist.ProcessGroup, schedule: Schedule, placement: Sequence[int], times: StepTimes
+        self,
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        placement: Sequence[int],
+        times: StepTimes,
     ) -> None:
         self.next_controller: Prediction | None = self
         # The report keeps the prediction, and must not keep the group.
@@ -90,7 +94,9 @@ class Prediction:
         if self._costs and not self._bubbles:
             from ovpatch.planner.simulator import Costs, simulate
 
-            forward, backward, weight, parts = (tuple(column) for column in zip(*self._costs, strict=True))
+            forward, backward, weight, parts = (
+                tuple(column) for column in zip(*self._costs, strict=True)
+            )
             overhead = [0.0] * len(self._schedule)
             for rank, part in zip(self._placement, parts, strict=True):
                 overhead[rank] += part
@@ -171,21 +177,33 @@ def _describe(schedule: ScheduleReport) -> list[str]:
     lines += [*schedule.transport, *schedule.notes]
     for index, stage in schedule.stages.items():
         where = f"stage {index}"
-        costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]
+        costs = [
+            f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))
+        ]
         lines.append(f"{where}: {', '.join(costs)} ms" if costs else f"{where}: not run yet")
         if stage.receive_nbytes:
             size = f"{stage.receive_nbytes / 2**20:.1f} MiB a microbatch"
-            lines.append(f"{where}: receive buffers of {size}, for those in flight instead of {schedule.microbatches}")
+            lines.append(
+                f"{where}: receive buffers of {size}, for those in flight instead of "
+                f"{schedule.microbatches}"
+            )
         if stage.objection:
             lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
-        lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]
+        lines += [
+            f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()
+        ]
         if stage.expert_weights:
-            lines.append(f"{where}: {stage.expert_weights} weights of experts in B: their products are grouped")
+            lines.append(
+                f"{where}: {stage.expert_weights} weights of experts in B: their products are "
+                "grouped"
+            )
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None:
         expected = schedule.prediction.find_bubbles()
         text = f", {100 * expected[schedule.rank]:.1f}% predicted" if expected else ""
-        lines.append(f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}")
+        lines.append(
+            f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}"
+        )
     return lines
 
 

@@ -38,11 +38,17 @@ class RandomState:
         draws_from_numpy: Whether numpy's full state is read; it costs more than a small block may.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], generators: Sequence[Any], draws_from_numpy: bool) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], generators: Sequence[Any], draws_from_numpy: bool
+    ) -> None:
         self._cpu = torch.get_rng_state()
-        on_devices = {tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        on_devices = {
+            tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")
+        }
         self._kind = next(iter(on_devices)).type if on_devices else ""
-        self._devices, self._states = get_device_states(*on_devices.values()) if on_devices else ([], [])
+        self._devices, self._states = (
+            get_device_states(*on_devices.values()) if on_devices else ([], [])
+        )
         self._streams: list[tuple[RandomStream, Any]] = []
         for generator in {id(generator): generator for generator in generators}.values():
             stream = make_random_stream(generator)
@@ -59,7 +65,11 @@ class RandomState:
         """
         after = random.getstate()
         # The tuple of 624 words changes only together with the position after them, or with the first word.
-        if (after[1][-1], after[1][0], after[2]) != (self._python[1][-1], self._python[1][0], self._python[2]):
+        if (after[1][-1], after[1][0], after[2]) != (
+            self._python[1][-1],
+            self._python[1][0],
+            self._python[2],
+        ):
             self._streams.append((_PYTHON, self._python))
         self._python = None
         has_moved = bool(_read_numpy_position() != self._numpy_position)
@@ -112,7 +122,9 @@ def _read_numpy_position() -> Any:
     if address is None:
         return repr(bits.state)
     # The first word of the key changes when the position starts over.
-    return ctypes.c_int.from_address(address).value, ctypes.c_uint32.from_address(address - _MT19937_BYTES).value
+    return ctypes.c_int.from_address(address).value, ctypes.c_uint32.from_address(
+        address - _MT19937_BYTES
+    ).value
 
 
 _MT19937_BYTES: Final = 4 * 624
@@ -137,7 +149,10 @@ class Autocast:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         kinds = dict.fromkeys(["cpu", *(tensor.device.type for tensor in tensors)])
         available = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
-        self._states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in available]
+        self._states = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in available
+        ]
         self._caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
@@ -160,7 +175,12 @@ class Params:
         self._versions = [(id(param), _version(param)) for param in self._list()]
 
     def _list(self) -> list[Tensor]:
-        return [param for module in self._modules for param in module._parameters.values() if param is not None]
+        return [
+            param
+            for module in self._modules
+            for param in module._parameters.values()
+            if param is not None
+        ]
 
     def are_there(self) -> bool:
         """Return whether the modules have the parameters of their forward."""
@@ -265,10 +285,18 @@ class _Place:
     """
 
     def __init__(
-        self, module: nn.Module, values: dict[str, Any], known: Container[tuple[int, str]] | None, generators: list[Any]
+        self,
+        module: nn.Module,
+        values: dict[str, Any],
+        known: Container[tuple[int, str]] | None,
+        generators: list[Any],
     ) -> None:
         self._module, self._values = module, values
-        averages = values is module._buffers and module.training and getattr(module, "track_running_stats", False)
+        averages = (
+            values is module._buffers
+            and module.training
+            and getattr(module, "track_running_stats", False)
+        )
         self._has_averages = bool(averages)
         self.before: dict[str, Any] = dict(values)
         self._copies: dict[str, Any] = {}
@@ -296,7 +324,9 @@ class _Place:
         """
         before, self.before, written = self.before, {}, set()
         values, module = self._values, self._module
-        is_rebound = len(values) != len(before) or not all(map(operator.is_, values.values(), before.values()))
+        is_rebound = len(values) != len(before) or not all(
+            map(operator.is_, values.values(), before.values())
+        )
         for name in before if is_rebound else (*self._versions, *self._copies):
             if name in _MODULE_FIELDS:
                 continue
@@ -334,7 +364,9 @@ class _Place:
 
 
 _MODULE_FIELDS: Final = frozenset(vars(nn.Module()))
-_PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_PLAIN: Final = frozenset(
+    {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
 _LISTS: Final = (list, deque)
 _DICTIONARIES: Final = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS: Final = frozenset({*_LISTS, *_DICTIONARIES, set})
@@ -357,7 +389,9 @@ def _has_same_items(value: Any, copied: Any) -> bool:
     if type(value) is not type(copied) or len(value) != len(copied):
         return False
     if type(value) in _DICTIONARIES:
-        return all(key in copied and _has_same_items(item, copied[key]) for key, item in value.items())
+        return all(
+            key in copied and _has_same_items(item, copied[key]) for key, item in value.items()
+        )
     if type(value) is set:
         return bool(value == copied)
     return all(map(_has_same_items, value, copied))
@@ -405,7 +439,9 @@ def _is_of_script(cls: Any) -> bool:
 
     Torch's own modules count nothing. Some prepare themselves in their first forward, as FSDP's, and must not again.
     """
-    return any(not base.__module__.startswith("torch.") for base in cls.__mro__ if base is not object)
+    return any(
+        not base.__module__.startswith("torch.") for base in cls.__mro__ if base is not object
+    )
 
 
 def _version(tensor: Tensor) -> int:
@@ -449,7 +485,9 @@ class BlockInputs:
         generators: Gets the random generators among them.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], generators: list[Any]) -> None:
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], generators: list[Any]
+    ) -> None:
         tensors: list[Tensor] = []
         self._args = [_keep(item, tensors, generators) for item in args]
         self._kwargs = {key: _keep(item, tensors, generators) for key, item in kwargs.items()}
@@ -489,7 +527,10 @@ class _Cache:
 
 def is_cache(value: Any) -> bool:
     """Return whether an argument is a cache of keys and values of transformers."""
-    return any(cls.__name__ == "Cache" and cls.__module__.startswith("transformers.") for cls in type(value).__mro__)
+    return any(
+        cls.__name__ == "Cache" and cls.__module__.startswith("transformers.")
+        for cls in type(value).__mro__
+    )
 
 
 def _copy_cache(cache: Any) -> Any:
@@ -497,7 +538,11 @@ def _copy_cache(cache: Any) -> Any:
     made = copy.copy(cache)
     for name, value in vars(cache).items():
         if isinstance(value, list):
-            setattr(made, name, [copy.copy(item) if hasattr(item, "__dict__") else item for item in value])
+            setattr(
+                made,
+                name,
+                [copy.copy(item) if hasattr(item, "__dict__") else item for item in value],
+            )
     return made
 
 

@@ -105,7 +105,9 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
 
 def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
     """Have the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
-    if getattr(block, "gradient_checkpointing", False) and block.training:  # transformers' own, around this forward
+    if (
+        getattr(block, "gradient_checkpointing", False) and block.training
+    ):  # transformers' own, around this forward
         return stock(block, *args, **kwargs)
     _count_compiled()
     more: dict[str, Any] = {}
@@ -125,10 +127,17 @@ def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
 
     Hooks of torch and of ovpatch belong to the computation: they gather parameters, and make weights or inputs.
     """
-    own = [module for module in modules if module is not block and (module._forward_hooks or module._forward_pre_hooks)]
+    own = [
+        module
+        for module in modules
+        if module is not block and (module._forward_hooks or module._forward_pre_hooks)
+    ]
     for module in [torch.nn.modules.module, *own] if own or _has_global_hooks() else ():
         prefix = "" if isinstance(module, nn.Module) else "_global"
-        for hooks in (getattr(module, f"{prefix}_forward_hooks"), getattr(module, f"{prefix}_forward_pre_hooks")):
+        for hooks in (
+            getattr(module, f"{prefix}_forward_hooks"),
+            getattr(module, f"{prefix}_forward_pre_hooks"),
+        ):
             for hook in hooks.values():
                 while isinstance(hook, functools.partial):
                     hook = hook.func

@@ -39,7 +39,9 @@ _KEY: Final = "ovpatch_recomputation"  # in the metadata of nodes that made a bl
 # Keys of a block's number of calls, and of whether its forward draws from numpy.
 _CALLS: Final = "recompute: calls"
 _DRAWS: Final = "recompute: draws from numpy"
-_LITTLE: Final = 4  # a block is nearly through its backward when a quarter of its saved tensors is left
+_LITTLE: Final = (
+    4  # a block is nearly through its backward when a quarter of its saved tensors is left
+)
 
 
 class RecomputeError(RuntimeError):
@@ -224,7 +226,9 @@ class Recomputation:
             with suppress(_EnoughError), self._restored_state(), hooks:
                 self._forward(self._block, *args, **kwargs)
             if self._seen != len(self._saved):
-                raise self._make_error(f"it saved {len(self._saved)} tensors for backward, and now {self._seen}")
+                raise self._make_error(
+                    f"it saved {len(self._saved)} tensors for backward, and now {self._seen}"
+                )
         except BaseException as error:
             self._drop()
             # A value that may hold a graph is kept weakly, so the second forward may no longer find it.
@@ -233,7 +237,8 @@ class Recomputation:
                     f"its forward found an attribute that no longer exists ({error}), because "
                     "attributes that "
                     "hold a graph, or an object that nothing else holds, are not kept for backward",
-                    "Have the forward write the attribute before it reads it, store a detached tensor in it",
+                    "Have the forward write the attribute before it reads it, store a detached "
+                    "tensor in it",
                 ) from error
             raise
 
@@ -264,7 +269,8 @@ class Recomputation:
             kind, then = (tensor.shape, tensor.dtype, tensor.device), self._kinds[index]
             if kind != then:
                 raise self._make_error(
-                    f"tensor {index} that it saved was {_describe(then)}, and now is {_describe(kind)}"
+                    f"tensor {index} that it saved was {_describe(then)}, and now is "
+                    f"{_describe(kind)}"
                 )
             if self._digests is not None:
                 self._compare(index, tensor)
@@ -293,7 +299,8 @@ class Recomputation:
         if isinstance(then, int):
             if _digest(tensor) != then:
                 raise self._make_error(
-                    f"tensor {index} that it saved, {_describe(self._kinds[index])}, has other values"
+                    f"tensor {index} that it saved, {_describe(self._kinds[index])}, has other "
+                    "values"
                 )
         elif then is not None:
             with outside_modes():
@@ -316,7 +323,8 @@ class Recomputation:
                 "cache outside of its modules, or an operator adds in varying order"
             )
             remedy = (
-                "Keep such state in an attribute of the module, set OVPATCH_RECOMPUTE_CHECK=never for such an operator"
+                "Keep such state in an attribute of the module, set "
+                "OVPATCH_RECOMPUTE_CHECK=never for such an operator"
             )
         return RecomputeError(
             f"block {self._name} does not compute the same again: {what}. {remedy}, leave the "
@@ -366,7 +374,11 @@ def _digest(tensor: Tensor) -> Any:
             # Attention without dropout saves a seed and an offset whose memory it leaves uninitialized.
             return None
         if not _is_exact(tensor):
-            return None if _is_capturing(tensor) or tensor.device.type == "meta" else _take_sample(tensor)
+            return (
+                None
+                if _is_capturing(tensor) or tensor.device.type == "meta"
+                else _take_sample(tensor)
+            )
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         count = dense.numel() * dense.element_size()
         return zlib.crc32((ctypes.c_ubyte * count).from_address(dense.data_ptr())) if count else 0

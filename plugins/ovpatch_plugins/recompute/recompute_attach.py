@@ -16,7 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.comm.streams import hide_frames
-from ovpatch.overlap.module_blocks import Block, find_blocks, is_checkpoint_wrapper, list_class_names
+from ovpatch.overlap.module_blocks import (
+    Block,
+    find_blocks,
+    is_checkpoint_wrapper,
+    list_class_names,
+)
 from ovpatch_plugins.recompute.forward_wrap import BLOCK_MARK, BLOCK_NAME, Mark, WrappedForward
 from ovpatch_plugins.recompute.recomputation import (
     CHECKS,
@@ -24,7 +29,13 @@ from ovpatch_plugins.recompute.recomputation import (
     make_launch_before,
 )
 from ovpatch_plugins.recompute.recompute_options import AUTO, FULL, GRANULARITIES, NONE, split_names
-from ovpatch_plugins.recompute.recompute_report import COUNTERS, drop_remarks, note, note_left, note_model
+from ovpatch_plugins.recompute.recompute_report import (
+    COUNTERS,
+    drop_remarks,
+    note,
+    note_left,
+    note_model,
+)
 
 _TAKEN: Final = "recompute: taken over"  # of a block
 _wrapped: dict[type[nn.Module], WrappedForward] = {}
@@ -33,7 +44,9 @@ _wrapped: dict[type[nn.Module], WrappedForward] = {}
 # --- models ---
 
 
-def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+def wrap_optimizer_init(
+    original: Callable[..., None], options: Mapping[str, Any]
+) -> Callable[..., None]:
     """Wrap ``Optimizer.__init__``: the model of an optimizer is one that is going to be trained."""
 
     @functools.wraps(original)
@@ -112,7 +125,11 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # Torch registers only Parameters with modules.
-    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and _SEEN not in attached_values(param)}
+    wanted = {
+        id(param)
+        for param in params
+        if isinstance(param, nn.Parameter) and _SEEN not in attached_values(param)
+    }
     for model in _find_models(wanted) if wanted else ():
         for param in model.parameters():
             attached_values(param)[_SEEN] = True
@@ -137,7 +154,9 @@ def _find_models(params: set[int]) -> list[nn.Module]:
     return [module for module in outer if any(id(param) in params for param in module.parameters())]
 
 
-def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep: str = "") -> list[str]:
+def recompute(
+    model: nn.Module, granularity: str = FULL, blocks: str = "", keep: str = ""
+) -> list[str]:
     """Compute the blocks of a model again in backward instead of keeping what their forwards save.
 
     For scripts that choose by model; with ``ovpatch.apply("recompute")`` the models of all optimizers are.
@@ -155,10 +174,16 @@ def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep:
         ValueError: The granularity is unknown, or the model has no such blocks.
     """
     if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity={granularity!r} is none of {', '.join(GRANULARITIES)}. Give one of these.")
+        raise ValueError(
+            f"granularity={granularity!r} is none of {', '.join(GRANULARITIES)}. Give one of these."
+        )
     found = find_blocks(model, split_names(blocks))
     if not found:
-        what = f"no module that blocks={blocks!r} names" if blocks else "no list of blocks of one class"
+        what = (
+            f"no module that blocks={blocks!r} names"
+            if blocks
+            else "no list of blocks of one class"
+        )
         raise ValueError(
             f"{type(model).__name__} has {what}. Give names as model.named_modules() shows them, "
             "with * for a part "
@@ -175,7 +200,9 @@ def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep:
 # --- blocks that are taken over ---
 
 
-def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep: Sequence[str]) -> list[str]:
+def take_over(
+    model: nn.Module, blocks: Sequence[Block], granularity: str, keep: Sequence[str]
+) -> list[str]:
     """Recompute blocks from their next forward on; returns the names of those that can be."""
     taken = []
     for block in blocks:

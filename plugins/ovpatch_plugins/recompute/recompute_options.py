@@ -31,7 +31,9 @@ def _parse_operators(text: str) -> str:
     names = split_names(text)
     for name in names:
         if "::" not in name and not name.startswith("aten."):
-            raise ValueError("expected names of operators, as aten.mm or mylib::op, separated by commas")
+            raise ValueError(
+                "expected names of operators, as aten.mm or mylib::op, separated by commas"
+            )
     return ",".join(names)
 
 

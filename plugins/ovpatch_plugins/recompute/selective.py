@@ -65,7 +65,9 @@ class _Operators:
 
     def __init__(self, keep: Sequence[str]) -> None:
         self._names = ATTENTION | {_name_of_option(name) for name in keep}
-        self.known: dict[int, bool] = {}  # by id, as the hash of an operator is a function in Python
+        self.known: dict[
+            int, bool
+        ] = {}  # by id, as the hash of an operator is a function in Python
         self._seen: list[Any] = []  # so that ids stay theirs
 
     def find(self, operator: Any) -> bool:
@@ -98,7 +100,14 @@ class _Kept:
         entry = None
         if not _has_to_run_again(operator, args, kwargs):
             detached = tree_map(_detach, output)
-            entry = detached, [(leaf, leaf._version) for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
+            entry = (
+                detached,
+                [
+                    (leaf, leaf._version)
+                    for leaf in tree_leaves(detached)
+                    if isinstance(leaf, Tensor)
+                ],
+            )
         self.outputs.setdefault(operator, []).append(entry)
 
 
@@ -205,7 +214,9 @@ def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if not is_written and argument.name != "dropout_p":
             continue
-        given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        given = (
+            args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        )
         if is_written and given is not None:
             return True
         if argument.name == "dropout_p":
@@ -220,4 +231,7 @@ def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 def _note_random(name: str) -> None:
     if not torch.compiler.is_compiling():
-        note(f"{name} draws random numbers (dropout) and is recomputed, so that later random numbers are the same")
+        note(
+            f"{name} draws random numbers (dropout) and is recomputed, so that later random "
+            "numbers are the same"
+        )

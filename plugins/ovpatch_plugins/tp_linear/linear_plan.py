@@ -118,15 +118,21 @@ class ShardedLinear:
         returned, finish = None if local else features, not as_computed
         if layout.is_replicate():
             sums = given is None or not given.is_partial()
-            return OpPlan("replicated_linear" if sums else "local_linear", 0, given, returned, finish)
+            return OpPlan(
+                "replicated_linear" if sums else "local_linear", 0, given, returned, finish
+            )
         dim = find_sequence_dim(layout, x)
         return None if dim is None else OpPlan("gather_linear", dim, given, returned, finish)
 
     def _row_plan(self, x: Tensor, given: Placement | None) -> OpPlan | None:
         layout = self.output_layouts[0]
         if layout.is_replicate():
-            return OpPlan("linear_reduce", 0, given, None if self.use_local_output else layout, False)
+            return OpPlan(
+                "linear_reduce", 0, given, None if self.use_local_output else layout, False
+            )
         dim = find_sequence_dim(layout, x)
         if dim is None:
             return None
-        return OpPlan("linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False)
+        return OpPlan(
+            "linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False
+        )

@@ -17,7 +17,11 @@ from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensor_parallel import operators, tp_group
 from ovpatch.overlap.tensor_parallel.layout import PLAIN, is_traced
-from ovpatch.overlap.tensor_parallel.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
+from ovpatch.overlap.tensor_parallel.operators import (
+    OPERATORS,
+    accumulate_weight_grad,
+    multiply_weight_grad,
+)
 from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE
 from ovpatch.overlap.tensor_parallel.schedules import find_schedule
 from ovpatch.overlap.tensor_parallel.schedules.fused import Fused, find_fused_objection
@@ -46,13 +50,17 @@ class State:
     )  # how operators are computed
     shares: bool = True  # whether one gather for several linears is computed with their products
     compiles: bool = False  # whether compiled graphs contain the feature's operators
-    terms: dict[str, Any] = dataclasses.field(default_factory=dict)  # all options, which must be the same on all ranks
+    terms: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # all options, which must be the same on all ranks
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Set everything by the feature's options."""
         schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
         fuse = options["gradient_accumulation_fusion"]
-        self.config = TPConfig(schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"])
+        self.config = TPConfig(
+            schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"]
+        )
         self.terms = dict(options)
         self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
 
@@ -68,7 +76,9 @@ def agree_on_terms(mesh: DeviceMesh) -> None:
     OptionError if they cannot use the kernels that the user wants.
     """
     group = mesh.get_group()
-    check_consistent_once(group, "tp_linear", tp_group.get_generation(), lambda: STATE.terms, remedy=_REMEDY)
+    check_consistent_once(
+        group, "tp_linear", tp_group.get_generation(), lambda: STATE.terms, remedy=_REMEDY
+    )
     schedule = STATE.terms.get("schedule")
     if schedule == Fused.name and (reason := find_fused_objection(group, mesh.device_type)):
         refuse_option("tp_linear", OPTIONS, "schedule", schedule, reason)
@@ -92,8 +102,13 @@ class TPLinear(ShardedLinear):
 
     def _clear_plans(self) -> None:
         self._known: Any = (None, None)  # the last layouts of weight and bias that matched
-        self._plans: dict[int, OpPlan | None] = {}  # for plain tensors, by their number of dimensions
-        self._last: tuple[Any, OpPlan | None] = (None, None)  # the last DTensor's layout and its plan
+        self._plans: dict[
+            int, OpPlan | None
+        ] = {}  # for plain tensors, by their number of dimensions
+        self._last: tuple[Any, OpPlan | None] = (
+            None,
+            None,
+        )  # the last DTensor's layout and its plan
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         """Set the process group, whose ranks have agreed."""
@@ -103,7 +118,13 @@ class TPLinear(ShardedLinear):
         return self  # it is never changed, and a mesh is not copied either
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_known": (None, None), "_group": None, "_plans": {}, "_last": (None, None), "_era": -1}
+        return self.__dict__ | {
+            "_known": (None, None),
+            "_group": None,
+            "_plans": {},
+            "_last": (None, None),
+            "_era": -1,
+        }
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -121,16 +142,26 @@ class TPLinear(ShardedLinear):
 
     def finish_as_stock(self, module: nn.Module, output: Any) -> Any:
         """Redistribute the output as stock's forward hook does."""
-        return self._stock._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
+        return self._stock._prepare_output_fn(
+            self.output_layouts, self.use_local_output, module, output, self.mesh
+        )
 
     def forward(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear."""
         if STATE.on:
-            output = self._compiled(linear, x) if torch.compiler.is_compiling() else self._eager(linear, x)
+            output = (
+                self._compiled(linear, x)
+                if torch.compiler.is_compiling()
+                else self._eager(linear, x)
+            )
             if output is not None:
                 return output
-        prepared = self._stock._prepare_input_fn(self.input_layouts, self.desired, linear, (x,), self.mesh)
-        return self.finish_as_stock(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
+        prepared = self._stock._prepare_input_fn(
+            self.input_layouts, self.desired, linear, (x,), self.mesh
+        )
+        return self.finish_as_stock(
+            linear, nn.functional.linear(prepared, linear.weight, linear.bias)
+        )
 
     def _eager(self, linear: nn.Linear, x: Any) -> Any:
         """Return the output; None if stock has to compute it."""
@@ -139,7 +170,11 @@ class TPLinear(ShardedLinear):
         if self._era != tp_group.get_generation():
             self._clear_plans()
         weight, bias = _params(linear)
-        plan = self._find_plan(x) if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias) else None
+        plan = (
+            self._find_plan(x)
+            if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias)
+            else None
+        )
         if plan is None or not self._takes(plan, x):
             COUNTERS.stock_calls += 1
             return None
@@ -196,7 +231,11 @@ class TPLinear(ShardedLinear):
             return False
         if spec is not self._known[0] or other is not self._known[1]:
             cut = 0 if self.column else 1
-            even = spec.mesh == self.mesh and spec.placements == (Shard(cut),) and spec.shape[cut] % self._world == 0
+            even = (
+                spec.mesh == self.mesh
+                and spec.placements == (Shard(cut),)
+                and spec.shape[cut] % self._world == 0
+            )
             if not even or not weight.is_floating_point():  # complex ones are untested
                 return False
             along = (Shard(0),) if self.column else (Replicate(),)
@@ -232,7 +271,9 @@ class TPLinear(ShardedLinear):
         features = Shard(output.dim() - 1)
         if self.use_local_output and self.output_layouts in ((FEATURES,), (features,)):
             return output
-        return self.finish_as_stock(linear, DTensor.from_local(output, self.mesh, (features,), run_check=False))
+        return self.finish_as_stock(
+            linear, DTensor.from_local(output, self.mesh, (features,), run_check=False)
+        )
 
 
 class Linear(nn.Linear):

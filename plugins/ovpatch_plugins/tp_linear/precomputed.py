@@ -32,7 +32,9 @@ class GatherGuard:
     """
 
     def __init__(self) -> None:
-        self.handed_out: list[tuple[Tensor, int]] = []  # weights of products handed out, with their versions then
+        self.handed_out: list[
+            tuple[Tensor, int]
+        ] = []  # weights of products handed out, with their versions then
         self._gathered: Callable[[], Any] = lambda: None
         self._hooks: dict[int, Any] = {}
 
@@ -40,7 +42,9 @@ class GatherGuard:
         """Watch the gathered tensor, and return a weak reference to it."""
         key = id(gathered)
         self._gathered = weakref.ref(gathered, lambda _: PRECOMPUTED.pop(key, None))
-        if gathered.requires_grad:  # hooks outlive the tensor, in a dictionary that the first one makes
+        if (
+            gathered.requires_grad
+        ):  # hooks outlive the tensor, in a dictionary that the first one makes
             gathered.register_hook(lambda grad: None).remove()
             self._hooks = gathered._backward_hooks
         return self._gathered
@@ -118,11 +122,20 @@ class PrecomputedOutputs:
     def _compute(self, found: _Product) -> bool:
         """Compute a product into its memory; return False if the weight has another number of rows by now."""
         place, rows = found.place, self._rows
-        weight, bias = get_local(found.weight), None if found.bias is None else get_local(found.bias)
+        weight, bias = (
+            get_local(found.weight),
+            None if found.bias is None else get_local(found.bias),
+        )
         if place is None or rows is None or len(weight) != place.shape[-1]:
             return False
         with torch.no_grad():
-            fill_output(place, rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), self._dim)
+            fill_output(
+                place,
+                rows,
+                weight.to(rows.dtype),
+                None if bias is None else bias.to(rows.dtype),
+                self._dim,
+            )
         return True
 
     def __del__(self) -> None:
@@ -155,5 +168,7 @@ def _capture_conditions(x: Tensor) -> tuple[Any, ...]:
     enabled = torch.is_autocast_enabled(kind)
     keeping = torch._C._autograd._top_saved_tensors_default_hooks(False)
     dtype = torch.get_autocast_dtype(kind) if enabled else None
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None  # owns an output's memory
+    stream = (
+        torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None
+    )  # owns an output's memory
     return torch.is_grad_enabled(), dtype, keeping, stream, x.requires_grad, _version(x)

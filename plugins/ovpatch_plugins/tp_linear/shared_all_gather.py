@@ -21,7 +21,12 @@ from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.tp_linear.parallel_linear import STATE, TPLinear
-from ovpatch_plugins.tp_linear.precomputed import PRECOMPUTED, GatherGuard, LaterOperands, PrecomputedOutputs
+from ovpatch_plugins.tp_linear.precomputed import (
+    PRECOMPUTED,
+    GatherGuard,
+    LaterOperands,
+    PrecomputedOutputs,
+)
 
 _WHOLE = Replicate()
 
@@ -42,10 +47,14 @@ class SharedAllGather:
     partial. It gathers again if any of the linears, by how they are cut, has a weight to train.
     """
 
-    def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh
+    ) -> None:
         self.stock, self._style, self._mesh, self._world = stock, style, mesh, mesh.size()
         layouts = style.input_layouts or ()
-        self._is_alone = len(layouts) == 1 and is_gather(layouts[0], (style.desired_input_layouts or (None,))[0])
+        self._is_alone = len(layouts) == 1 and is_gather(
+            layouts[0], (style.desired_input_layouts or (None,))[0]
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedAllGather:
         return self  # it is never changed
@@ -57,12 +66,16 @@ class SharedAllGather:
         if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # the usual case
             layouts: Any = self._style.input_layouts, self._style.desired_input_layouts
             return (self._argument(module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]),)
-        style: Any = copy.copy(self._style)  # stock walks the arguments, and asks this copy for each
+        style: Any = copy.copy(
+            self._style
+        )  # stock walks the arguments, and asks this copy for each
         style._prepare_input_arg = functools.partial(self._argument, module)
         prepare = style._prepare_input_kwarg_fn if len(args) > 1 else style._prepare_input_fn
         return prepare(*args, self._mesh)
 
-    def _argument(self, module: nn.Module, x: Any, mesh: DeviceMesh, layout: Any, desired: Any) -> Any:
+    def _argument(
+        self, module: nn.Module, x: Any, mesh: DeviceMesh, layout: Any, desired: Any
+    ) -> Any:
         if is_gather(layout, desired):
             found = self._gathered(module, x, layout)
             if found is not None:
@@ -71,7 +84,9 @@ class SharedAllGather:
 
     def _gathered(self, module: nn.Module, x: Any, layout: Any) -> Any:
         """Return the gathered input, whose products wait for their linears, or None if stock has to gather."""
-        if is_traced() or torch.is_inference_mode_enabled():  # where no version tells that a tensor has changed
+        if (
+            is_traced() or torch.is_inference_mode_enabled()
+        ):  # where no version tells that a tensor has changed
             return None
         dim = find_sequence_dim(layout, x) if isinstance(x, Tensor) else None
         if dim is None or not x.numel():
@@ -79,7 +94,11 @@ class SharedAllGather:
         given = None
         if isinstance(x, DTensor):
             given = Shard(dim)
-            if x.device_mesh != self._mesh or x.placements != (given,) or x.shape[dim] % self._world:
+            if (
+                x.device_mesh != self._mesh
+                or x.placements != (given,)
+                or x.shape[dim] % self._world
+            ):
                 return None
         elif type(x) is not Tensor or x.device.type != self._mesh.device_type:
             return None
@@ -89,7 +108,11 @@ class SharedAllGather:
         ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
         how = _how(ranks, linears, x)
         later: list[LaterOperands] | None = None if how.schedule.ahead else []
-        ahead = [linear for linear in linears if can_share_node(linear, module if later is None else None)]
+        ahead = [
+            linear
+            for linear in linears
+            if can_share_node(linear, module if later is None else None)
+        ]
         watch = GatherGuard()
         call = OpContext(
             how,
@@ -100,7 +123,9 @@ class SharedAllGather:
             mesh=self._mesh,
             given=given,
             whole=_WHOLE,
-            check=watch.check_backward if x.requires_grad else None,  # else backward reads no weight
+            check=watch.check_backward
+            if x.requires_grad
+            else None,  # else backward reads no weight
             later=later,
             trains=any(linear.weight.requires_grad for linear in linears),
         )
@@ -118,13 +143,17 @@ def _how(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
     dtype = autocast_dtype(ranks.kind, x.dtype) or x.dtype
     features = [len(get_local(linear.weight)) for linear in linears]
     rows = here.numel() // here.shape[-1]
-    schedule = how.schedule.choose_for_gather(ranks, here.device, rows, here.shape[-1], features, dtype)
+    schedule = how.schedule.choose_for_gather(
+        ranks, here.device, rows, here.shape[-1], features, dtype
+    )
     return dataclasses.replace(how, schedule=schedule)
 
 
 def is_gather(layout: Any, desired: Any) -> bool:
     """Return whether preparing an argument means to gather it."""
-    return layout is not None and desired is not None and layout.is_shard() and desired.is_replicate()
+    return (
+        layout is not None and desired is not None and layout.is_shard() and desired.is_replicate()
+    )
 
 
 def find_readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
@@ -136,9 +165,18 @@ def find_readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Line
     features, found = x.shape[-1], []
     for child in module._modules.values():
         parallel: TPLinear | None = vars(child).get("_ovpatch_parallel")
-        if parallel is None or not parallel.column or not parallel.takes_replicated or parallel.mesh != mesh:
+        if (
+            parallel is None
+            or not parallel.column
+            or not parallel.takes_replicated
+            or parallel.mesh != mesh
+        ):
             continue
-        if not isinstance(child, nn.Linear) or not _is_parameter(child) or child.in_features != features:
+        if (
+            not isinstance(child, nn.Linear)
+            or not _is_parameter(child)
+            or child.in_features != features
+        ):
             continue
         weight = child.weight
         of_dtype = weight.dtype == x.dtype or (casts and weight.dtype != torch.float64)
@@ -164,7 +202,9 @@ def _is_parameter(linear: nn.Linear) -> bool:
         return True
     given = (node for node, _ in made.next_functions if node is not None)
     # Of a parameter, whose node is the only kind that has a variable.
-    return type(made).__name__ == "_FromTorchTensorBackward" and all(hasattr(node, "variable") for node in given)
+    return type(made).__name__ == "_FromTorchTensorBackward" and all(
+        hasattr(node, "variable") for node in given
+    )
 
 
 def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
@@ -173,11 +213,19 @@ def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
     The input of ``parent`` is gathered, if the product is computed ahead; None if it is computed later.
     """
     weight, bias = linear.weight, linear.bias
-    if weight.is_inference() or weight._backward_hooks or (bias is not None and bias._backward_hooks):
+    if (
+        weight.is_inference()
+        or weight._backward_hooks
+        or (bias is not None and bias._backward_hooks)
+    ):
         return False
     if parent is None:
         return True
     if torch.nn.modules.module._global_forward_pre_hooks or linear._forward_pre_hooks:
         return False
-    replaced = parent._backward_hooks or parent._backward_pre_hooks  # the gathered tensor, by a view of it
-    return not replaced and isinstance(next(reversed(parent._forward_pre_hooks.values())), SharedAllGather)
+    replaced = (
+        parent._backward_hooks or parent._backward_pre_hooks
+    )  # the gathered tensor, by a view of it
+    return not replaced and isinstance(
+        next(reversed(parent._forward_pre_hooks.values())), SharedAllGather
+    )

@@ -10,7 +10,11 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel.style import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
 from ovpatch.hookspecs import note_failures
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
@@ -53,7 +57,9 @@ _GATHERS: Final = "tp_linear: gathers"  # of a module with a SharedAllGather hoo
 LEFT: Final[dict[str, str]] = {}  # why stock computes a linear, by the name of its class
 
 
-def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def apply_to_linear(
+    apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh
+) -> nn.Module:
     """Call ``ColwiseParallel._apply`` or ``RowwiseParallel._apply``, and take the module over."""
     ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
     if ours:
@@ -68,7 +74,9 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
     return made
 
 
-def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]) -> TPLinear | None:
+def take_over(
+    linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]
+) -> TPLinear | None:
     """Let the feature's operators compute a linear that a style has cut, unless it is unsupported.
 
     ``ours`` tells by key which of the linear's hooks are the style's. Returns how the linear is cut; None if stock
@@ -77,7 +85,10 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
         LEFT[type(linear).__name__] = reason
         return None
-    removed = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
+    removed = (
+        _remove_hooks(linear._forward_pre_hooks, ours),
+        _remove_hooks(linear._forward_hooks, ours),
+    )
     attached_values(linear)[_REMOVED] = removed
     parallel = TPLinear(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
@@ -98,7 +109,9 @@ def apply_to_module(
     return made
 
 
-def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
+def take_over_gather(
+    module: nn.Module, key: int, style: PrepareModuleInput, mesh: DeviceMesh
+) -> None:
     """Let a module's gather, the style's forward pre-hook ``key``, compute the products of the linears that read it."""
     overridden = any(
         getattr(type(style), name) is not getattr(PrepareModuleInput, name)
@@ -169,7 +182,11 @@ def recover_modules() -> list[str]:
     modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
     for module in modules:
         state = vars(module)
-        if type(module) is nn.Linear and state.get("_distribute_module_applied") and not _recover_linear(module):
+        if (
+            type(module) is nn.Linear
+            and state.get("_distribute_module_applied")
+            and not _recover_linear(module)
+        ):
             remarks.append(
                 "an nn.Linear was made parallel before ovpatch.apply(), in a way that cannot be "
                 "recovered, and stays "
@@ -191,12 +208,24 @@ def recover_modules() -> list[str]:
 def _is_cut_and_changed(module: nn.Module) -> bool:
     """Return whether a cut linear has got a class derived from nn.Linear since, as ``fully_shard`` makes one."""
     kind = type(module)
-    return kind is not Linear and nn.Linear in kind.__bases__ and bool(vars(module).get("_distribute_module_applied"))
+    return (
+        kind is not Linear
+        and nn.Linear in kind.__bases__
+        and bool(vars(module).get("_distribute_module_applied"))
+    )
 
 
 def _recover_linear(linear: nn.Linear) -> bool:
-    pre = {key: found for key, hook in linear._forward_pre_hooks.items() if "input_fn" in (found := _closure(hook))}
-    post = {key: found for key, hook in linear._forward_hooks.items() if "output_fn" in (found := _closure(hook))}
+    pre = {
+        key: found
+        for key, hook in linear._forward_pre_hooks.items()
+        if "input_fn" in (found := _closure(hook))
+    }
+    post = {
+        key: found
+        for key, hook in linear._forward_hooks.items()
+        if "output_fn" in (found := _closure(hook))
+    }
     if len(pre) != 1 or len(post) != 1:
         return False
     (prepare,), (finish,) = pre.values(), post.values()
@@ -214,13 +243,17 @@ def _style(prepare: Any, finish: Any) -> Style | None:
     for style in (ColwiseParallel, RowwiseParallel):
         if prepare.func is style._prepare_input_fn and finish.func is style._prepare_output_fn:
             (given, _), (handed_out, local) = prepare.args, finish.args
-            return style(input_layouts=given[0], output_layouts=handed_out[0], use_local_output=local)
+            return style(
+                input_layouts=given[0], output_layouts=handed_out[0], use_local_output=local
+            )
     return None
 
 
 def _closure(hook: Any) -> dict[str, Any]:
     """Return the closure of a hook that torch's styles have registered, by name; empty for other hooks."""
-    if not inspect.isfunction(hook) or not (hook.__module__ or "").startswith("torch.distributed.tensor"):
+    if not inspect.isfunction(hook) or not (hook.__module__ or "").startswith(
+        "torch.distributed.tensor"
+    ):
         return {}
     cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}

@@ -61,7 +61,10 @@ def list_remarks() -> Sequence[str]:
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     sharing = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
     if sharing is not None:
-        remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
+        remarks += [
+            f"schedule fused computes as bulk does: {reason}"
+            for reason in sharing.list_objections()
+        ]
     attach = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")
     if attach is not None:
         remarks += [f"{name} is left to stock: {reason}" for name, reason in attach.LEFT.items()]

@@ -38,7 +38,8 @@ OPTIONS: Final = (
     Option(
         "shared_gather",
         True,
-        "Where PrepareModuleInput gathers for several linears, compute their products together with the gather.",
+        "Where PrepareModuleInput gathers for several linears, compute their products together "
+        "with the gather.",
     ),
     Option(
         "compiled",

@@ -100,7 +100,10 @@ def all_both(
 def table(**axes: Iterable[Any]) -> Cases:
     """Return the cases of all combinations, named by their values: ``table(cap=[1, 25], how=["a"])``."""
     rows = ([*zip(axes, values, strict=True)] for values in itertools.product(*axes.values()))
-    return {", ".join(f"{key} {getattr(one, '__name__', one)}" for key, one in row): dict(row) for row in rows}
+    return {
+        ", ".join(f"{key} {getattr(one, '__name__', one)}" for key, one in row): dict(row)
+        for row in rows
+    }
 
 
 def seeded(loop: Loop, *args: Any, **kwargs: Any) -> list[Record]:
@@ -115,7 +118,10 @@ def counted(
     count = counters or _counters
     before = count()
     patched = seeded(loop, *args, **kwargs)
-    return {"patched": patched, "counters": {name: value - before[name] for name, value in count().items()}}
+    return {
+        "patched": patched,
+        "counters": {name: value - before[name] for name, value in count().items()},
+    }
 
 
 @contextmanager
@@ -174,7 +180,11 @@ def is_patched() -> bool:
 
 def device() -> torch.device:
     """Return where this rank trains: its own GPU under NCCL, otherwise the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def data(step: int, *shape: int, micro: int = 0) -> torch.Tensor:

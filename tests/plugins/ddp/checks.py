@@ -57,7 +57,9 @@ def same_bits(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def check_all(results: list[dict[str, dict[str, Any]]], *, check: Callable[..., None] = check, **demands: Any) -> None:
+def check_all(
+    results: list[dict[str, dict[str, Any]]], *, check: Callable[..., None] = check, **demands: Any
+) -> None:
     """Check every case, by default by :func:`check`, and name those that fail."""
     failures = []
     for name in results[0]:
@@ -93,7 +95,9 @@ def check_cases(
     **demands: Any,
 ) -> list[dict[str, Any]]:
     """Run cases (:func:`on`) in one call of ``run``, which is ``ranks(world)``, and check each; return the results."""
-    results: list[dict[str, Any]] = run(all_both, loop, on(run.world, cases), options=options, timeout=timeout)
+    results: list[dict[str, Any]] = run(
+        all_both, loop, on(run.world, cases), options=options, timeout=timeout
+    )
     check_all(results, **demands)
     return results
 

@@ -24,7 +24,9 @@ class Towers(nn.Module):
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
-        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(count))
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(count)
+        )
 
     def forward(self, x: torch.Tensor, order: list[int] | None = None) -> list[torch.Tensor]:
         outputs = {i: self.towers[i](x) for i in order or range(len(self.towers))}
@@ -53,7 +55,9 @@ def loop_piecewise(cap: float, ddp: dict[str, Any], reverse: bool) -> list[Recor
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_backward_of_one_forward_in_pieces(ranks, world):
-    check_cases(ranks(world), loop_piecewise, table(cap=CAPS, ddp=[{}], reverse=[True, False]), backwards=4)
+    check_cases(
+        ranks(world), loop_piecewise, table(cap=CAPS, ddp=[{}], reverse=[True, False]), backwards=4
+    )
 
 
 def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
@@ -68,7 +72,12 @@ def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_whose_gradients_come_in_other_orders(ranks, world):
-    check_cases(ranks(world), loop_orders, table(cap=CAPS, ddp=[{}, {"find_unused_parameters": True}]), backwards=5)
+    check_cases(
+        ranks(world),
+        loop_orders,
+        table(cap=CAPS, ddp=[{}, {"find_unused_parameters": True}]),
+        backwards=5,
+    )
 
 
 def loop_closure(kind: str) -> list[Record]:
@@ -76,7 +85,11 @@ def loop_closure(kind: str) -> list[Record]:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     wrapped = DDP(model)
     params = model.parameters()
-    optimizer = torch.optim.LBFGS(params, 0.1, max_iter=3) if kind == "lbfgs" else torch.optim.SGD(params, 0.1)
+    optimizer = (
+        torch.optim.LBFGS(params, 0.1, max_iter=3)
+        if kind == "lbfgs"
+        else torch.optim.SGD(params, 0.1)
+    )
     records = []
     for step in range(3):
 
@@ -134,10 +147,14 @@ def loop_frozen_later(cap: float, back: bool) -> list[Record]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_part_frozen_later_and_thawed_again(ranks, world):
-    results = check_cases(ranks(world), loop_frozen_later, table(cap=CAPS, back=[True, False]), backwards=6)
+    results = check_cases(
+        ranks(world), loop_frozen_later, table(cap=CAPS, back=[True, False]), backwards=6
+    )
     for name, case in results[0].items():
         assert case["patched"][3]["grad"]["towers.1.0.weight"] is None
-        assert (case["patched"][5]["grad"]["towers.1.0.weight"] is not None) == ("back True" in name)
+        assert (case["patched"][5]["grad"]["towers.1.0.weight"] is not None) == (
+            "back True" in name
+        )
 
 
 def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
@@ -158,5 +175,7 @@ def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
 def test_a_part_that_was_frozen_at_the_wrap_stays_local(ranks):
     first, second = check_cases(ranks(2), loop_frozen_at_the_wrap, table(cap=CAPS), backwards=4)
     for name in first:
-        here, there = (result[name]["patched"][3]["grad"]["towers.0.0.weight"] for result in (first, second))
+        here, there = (
+            result[name]["patched"][3]["grad"]["towers.0.0.weight"] for result in (first, second)
+        )
         assert not torch.equal(here, there), name

@@ -14,7 +14,10 @@ from tests.support.equality import compare
 
 def counted(outside: bool) -> dict[str, Any]:
     result = both(loop_compiled_and_counted, outside)
-    return {**result, "graphs": [arm.pop(-1)["graphs"] for arm in (result["stock"], result["patched"])]}
+    return {
+        **result,
+        "graphs": [arm.pop(-1)["graphs"] for arm in (result["stock"], result["patched"])],
+    }
 
 
 def loop_compiled_and_counted(outside: bool) -> list[dict[str, Any]]:

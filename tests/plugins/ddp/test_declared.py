@@ -23,7 +23,9 @@ from tests.support.errors import error_of
 
 WORLDS = [2, 3]
 STEPS, CHUNKS = 4, 4
-TINY = {"bucket_cap_mb": 0.0001}  # each parameter is a bucket, which is launched when the parameter is complete
+TINY = {
+    "bucket_cap_mb": 0.0001
+}  # each parameter is a bucket, which is launched when the parameter is complete
 
 
 class Chunked(torch.autograd.Function):
@@ -42,7 +44,9 @@ class Chunked(torch.autograd.Function):
         owner: InChunks = ctx.owner
         owner.marks.declare(CHUNKS)
         grads = []
-        for number, (chunk, above) in enumerate(zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)):
+        for number, (chunk, above) in enumerate(
+            zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)
+        ):
             chunk = chunk.detach().requires_grad_()
             if len(chunk):  # an empty one runs nothing, and marks
                 with torch.enable_grad():
@@ -100,7 +104,9 @@ class Deferred(torch.autograd.Function):
         (x,), owner = ctx.saved_tensors, ctx.owner
         linear: nn.Linear = owner.inner
         owner.marks.declare(CHUNKS)
-        for number, (chunk, above) in enumerate(zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)):
+        for number, (chunk, above) in enumerate(
+            zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)
+        ):
             for param, piece in ((linear.weight, above.t() @ chunk), (linear.bias, above.sum(0))):
                 param.grad = piece if param.grad is None else param.grad + piece
             owner.marks.mark(number)
@@ -127,7 +133,9 @@ class Net(nn.Module):
         bomb: Whether it can fail.
     """
 
-    def __init__(self, *, chunked: bool, chunks: int = 1, reentrant: bool | None = None, bomb: bool = False) -> None:
+    def __init__(
+        self, *, chunked: bool, chunks: int = 1, reentrant: bool | None = None, bomb: bool = False
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
         inner = [nn.Linear(8, 12), Mine() if bomb else nn.Tanh(), nn.Linear(12, 8)]
@@ -139,7 +147,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
         h = self.first(x)
-        h = self.middle(h) if self.reentrant is None else checkpoint(self.middle, h, use_reentrant=self.reentrant)
+        h = (
+            self.middle(h)
+            if self.reentrant is None
+            else checkpoint(self.middle, h, use_reentrant=self.reentrant)
+        )
         return self.last(self.spare(h) if spare else h)
 
 
@@ -148,7 +160,11 @@ class Mine(nn.Tanh):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Mine.calls += 1
-        return Bomb.apply(super().forward(x)) if torch.is_grad_enabled() and Mine.calls % 4 == 3 else super().forward(x)
+        return (
+            Bomb.apply(super().forward(x))
+            if torch.is_grad_enabled() and Mine.calls % 4 == 3
+            else super().forward(x)
+        )
 
     calls = 0
 
@@ -187,14 +203,19 @@ def train(
     for step in range(STEPS):
         for number in range(micro):
             with wrapped.no_sync() if number < micro - 1 else contextlib.nullcontext():
-                out = wrapped(data(step, rows(step, number), 6, micro=number), SPARE[spare](step, dist.get_rank()))
+                out = wrapped(
+                    data(step, rows(step, number), 6, micro=number),
+                    SPARE[spare](step, dist.get_rank()),
+                )
                 loss = out.square().mean()
                 loss.backward()
         records.append({"out": out.detach().clone(), **seen(net, loss)})
         optimizer.step()
         if not keep:
             optimizer.zero_grad()
-    return [{**record, **{key: _named(record[key]) for key in ("grad", "param")}} for record in records]
+    return [
+        {**record, **{key: _named(record[key]) for key in ("grad", "param")}} for record in records
+    ]
 
 
 def _named(values: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +236,9 @@ def both(cases: Cases, features: tuple[str, ...] = ("ddp",)) -> dict[str, dict[s
     return results
 
 
-def check_cases(run: Any, cases: Cases, *features: str, early: bool | None = True) -> list[dict[str, dict[str, Any]]]:
+def check_cases(
+    run: Any, cases: Cases, *features: str, early: bool | None = True
+) -> list[dict[str, dict[str, Any]]]:
     results = run(both, on(run.world, cases), ("ddp", *features), timeout=120)
     check_all(results, check=check, early=early)
     return results
@@ -225,7 +248,9 @@ def check(results: list[dict[str, Any]], *, early: bool | None = True) -> None:
     """Demand stock's values, the same parameters on all ranks, and that collectives were launched under backward."""
     for result in results:
         compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
-        compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]).assert_bitwise()
+        compare(
+            [r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]
+        ).assert_bitwise()
         counters = result["counters"]
         assert early is None or (counters["collectives_in_backward"] > 0) == early
         assert counters["models"] == 1
@@ -246,7 +271,10 @@ def modes(*left_out: str, **axes: Any) -> Cases:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_chunks_compute_what_stock_computes_without(ranks, world):
-    check_cases(ranks(world), {**modes(), **table(ddp=[MODES["search"]], spare=["never", "by step", "by rank"])})
+    check_cases(
+        ranks(world),
+        {**modes(), **table(ddp=[MODES["search"]], spare=["never", "by step", "by rank"])},
+    )
 
 
 def test_inside_checkpoints_and_with_microbatches_under_no_sync(ranks):
@@ -264,13 +292,21 @@ def test_with_the_optimizer_divided(ranks, world):
 
 def deferred(net: Net) -> None:
     net.spare.function = Deferred  # type: ignore[assignment]
-    net.first.weight.register_hook(lambda grad: grad)  # has every gradient be copied, and not reduced where it is
+    net.first.weight.register_hook(
+        lambda grad: grad
+    )  # has every gradient be copied, and not reduced where it is
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_that_autograd_does_not_see(ranks, world):
-    once, kept = modes(prepare=[deferred]), modes("static", prepare=[deferred], keep=[True], micro=[2])
-    check_cases(ranks(world), {**once, **kept, **table(ddp=[MODES["static"]], prepare=[deferred], keep=[True])})
+    once, kept = (
+        modes(prepare=[deferred]),
+        modes("static", prepare=[deferred], keep=[True], micro=[2]),
+    )
+    check_cases(
+        ranks(world),
+        {**once, **kept, **table(ddp=[MODES["static"]], prepare=[deferred], keep=[True])},
+    )
 
 
 class Opaque:
@@ -351,7 +387,9 @@ def test_too_few_marks_are_reduced_at_the_end(ranks):
     check_cases(ranks(2), modes(prepare=[short, short_on_one_rank]), early=None)
 
 
-def steps_around(ddp: dict[str, Any], fault: Callable[[Net, bool], None], expected: str) -> dict[str, Any]:
+def steps_around(
+    ddp: dict[str, Any], fault: Callable[[Net, bool], None], expected: str
+) -> dict[str, Any]:
     """Two clean steps, a faulty one that is skipped, two clean steps; stock does without the faulty one."""
 
     def run(chunked: bool) -> tuple[list[Record], str]:
@@ -378,7 +416,9 @@ def steps_around(ddp: dict[str, Any], fault: Callable[[Net, bool], None], expect
                 fault(net, False)
             optimizer.step()
             records.append(seen(net))
-        return [{**r, "grad": _named(r["grad"]), "param": _named(r["param"])} for r in records], text
+        return [
+            {**r, "grad": _named(r["grad"]), "param": _named(r["param"])} for r in records
+        ], text
 
     stock, _ = run(False)
     with ovpatch.applied("ddp"):
@@ -426,14 +466,20 @@ def test_a_surplus_on_all_ranks(ranks):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_surplus_on_one_rank_is_an_error_on_all(ranks, world):
-    results = ranks(world)(all_steps_around, surplus_on_rank_1, "were declared|ended the backward of")
+    results = ranks(world)(
+        all_steps_around, surplus_on_rank_1, "were declared|ended the backward of"
+    )
     check_all(results, check=check_steps)
     for rank, result in enumerate(results):
-        wanted = "SurplusGradientError" if rank == 1 else "ended the backward of step 2 on another rank"
+        wanted = (
+            "SurplusGradientError" if rank == 1 else "ended the backward of step 2 on another rank"
+        )
         assert all(wanted in case["text"] for case in result.values()), rank
 
 
-def all_steps_around(fault: Callable[[Net, bool], None], expected: str) -> dict[str, dict[str, Any]]:
+def all_steps_around(
+    fault: Callable[[Net, bool], None], expected: str
+) -> dict[str, dict[str, Any]]:
     return {mode: steps_around(ddp, fault, expected) for mode, ddp in MODES.items()}
 
 

@@ -33,10 +33,14 @@ def loop(tensor_parallel: bool, ddp: dict[str, Any]) -> list[Record]:
     replica = mesh.get_local_rank("dp")
     records = []
     for step in range(4):
-        generator = torch.Generator().manual_seed(10 * step + replica)  # the same on all ranks of a tensor-parallel row
+        generator = torch.Generator().manual_seed(
+            10 * step + replica
+        )  # the same on all ranks of a tensor-parallel row
         loss = wrapped(torch.randn(4, 8, generator=generator)).square().mean()
         loss.backward()
-        records.append({"loss": loss.detach().clone(), "grad": {n: p.grad.clone() for n, p in params.items()}})
+        records.append(
+            {"loss": loss.detach().clone(), "grad": {n: p.grad.clone() for n, p in params.items()}}
+        )
         optimizer.step()
         optimizer.zero_grad()
         records.append({"param": {n: p.detach().clone() for n, p in params.items()}})
@@ -49,7 +53,9 @@ def reverted_midway() -> list[list[torch.Tensor]]:
     def train(patched: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(block(), nn.Linear(8, 8))  # the last one's parameters stay in the module
+        model = nn.Sequential(
+            block(), nn.Linear(8, 8)
+        )  # the last one's parameters stay in the module
         parallelize_module(model, mesh["tp"], {"0.0": ColwiseParallel(), "0.2": RowwiseParallel()})
         wrapped = DDP(model, device_mesh=mesh["dp"])
         params = list(model.parameters())
@@ -99,7 +105,9 @@ def test_torchs_own_hooks_are_no_foreign_hands(ranks):
 
 
 @pytest.mark.parametrize("tensor_parallel", [True, False])
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "ddp", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str
+)
 def test_a_mesh_of_two_by_two(ranks, tensor_parallel, ddp):
     results = ranks(4)(both, loop, tensor_parallel, ddp)
     check(results, backwards=4)

@@ -48,7 +48,9 @@ class Mined(nn.Module):
         return x
 
 
-def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, set_to_none: bool = True) -> list[Record]:
+def train(
+    steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, set_to_none: bool = True
+) -> list[Record]:
     """Train; each step is (data seed, layer at which its backward fails). Failed steps are skipped.
 
     With gradients that are zeroed in place the first rank comes late to a backward that fails: until then the others'
@@ -75,7 +77,9 @@ def train(steps: list[tuple[int, int | None]], ddp: dict[str, Any], *, set_to_no
 
 
 @reduced_in_place
-def failing_alike(ddp: dict[str, Any], depths: list[int], at_once: bool = False, **more: Any) -> list[Record]:
+def failing_alike(
+    ddp: dict[str, Any], depths: list[int], at_once: bool = False, **more: Any
+) -> list[Record]:
     """Every rank fails in the same steps, but not at the same layer; stock, which ends there, does without these.
 
     With ``at_once`` the first backward of all fails, on one rank perhaps before any gradient came.
@@ -86,7 +90,11 @@ def failing_alike(ddp: dict[str, Any], depths: list[int], at_once: bool = False,
         steps = [(90, bombs[0]), (0, None), (1, None), (2, None)]
     if is_patched():
         return train(steps, ddp, **more)
-    return train([step for step in steps if step[1] is None], {"bucket_cap_mb": 0.0001} if at_once else ddp, **more)
+    return train(
+        [step for step in steps if step[1] is None],
+        {"bucket_cap_mb": 0.0001} if at_once else ddp,
+        **more,
+    )
 
 
 def require(results: list[dict[str, Any]], recovered: int) -> None:
@@ -108,7 +116,9 @@ def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks, wor
 def test_training_goes_on_after_an_exception_in_the_first_backward(ranks):
     ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
     cases = table(
-        ddp=[{"bucket_cap_mb": 0.0001, **one} for one in ddp], depths=[[0, 3], [3, 0], [3], [1]], at_once=[True]
+        ddp=[{"bucket_cap_mb": 0.0001, **one} for one in ddp],
+        depths=[[0, 3], [3, 0], [3], [1]],
+        at_once=[True],
     )
     check_cases(ranks(2), failing_alike, cases, check=require, recovered=1)
 
@@ -131,7 +141,11 @@ def _fail_alone(wrapped: DDP, depth: int, good_steps: int) -> str:
     Bomb.armed = dist.get_rank() == 1
     deadline = time.monotonic() + 60
     try:
-        with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
+        with (
+            pytest.raises(RuntimeError, match="not really")
+            if Bomb.armed
+            else contextlib.nullcontext()
+        ):
             wrapped(data(1, 4, 8), depth).square().mean().backward()
         while time.monotonic() < deadline:  # on CUDA the flags come in the background
             wrapped(data(2, 4, 8))

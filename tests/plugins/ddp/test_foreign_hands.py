@@ -54,7 +54,9 @@ DEEDS: dict[str, Callable[[nn.Module], None]] = {
 
 
 @reduced_in_place
-def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any] | None = None) -> list[Record]:
+def loop(
+    deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any] | None = None
+) -> list[Record]:
     """The second block's backward hook does something to all gradients, those before it and those to come."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap, **(ddp or {}))
@@ -124,7 +126,9 @@ def loop_hook_during_training(cap: float, place: str) -> list[Record]:
         del model[-1]
         model.append(hooked)
     hooked.register_full_backward_hook(lambda *_: scales(model))
-    return records + record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3)))
+    return records + record_steps(
+        model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3))
+    )
 
 
 def test_a_hook_registered_later(ranks):
@@ -158,7 +162,9 @@ def test_a_hook_registered_between_forward_and_backward(ranks, world):
     hooks = ["register_hook", "register_post_accumulate_grad_hook"]
     cases = table(hook=hooks, deed=["looks", "scales"], cap=CAPS)
     for result in check_cases(ranks(world), loop_hook_between, cases, backwards=4):
-        assert all(len(record["met"]) == 1 for case in result.values() for record in case["patched"])
+        assert all(
+            len(record["met"]) == 1 for case in result.values() for record in case["patched"]
+        )
 
 
 def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
@@ -192,7 +198,12 @@ def delayed(model: nn.Sequential, cap: float) -> DDP:
     """Wrap a model whose last bias is reduced by a hook of DistributedDataParallel; it gets the stock reducer."""
     bias = [(name, param) for name, param in model.named_parameters() if name == "1.bias"]
     whole = math.ceil(cap)  # torch 2.11 takes no fraction with these arguments
-    return DDP(model, bucket_cap_mb=whole, delay_all_reduce_named_params=bias, param_to_hook_all_reduce=model[1].weight)
+    return DDP(
+        model,
+        bucket_cap_mb=whole,
+        delay_all_reduce_named_params=bias,
+        param_to_hook_all_reduce=model[1].weight,
+    )
 
 
 def with_comm_hook(model: nn.Sequential, cap: float) -> DDP:
@@ -202,10 +213,15 @@ def with_comm_hook(model: nn.Sequential, cap: float) -> DDP:
     return wrapped
 
 
-STOCK: dict[str, Callable[[nn.Sequential, float], DDP]] = {"delayed": delayed, "with comm hook": with_comm_hook}
+STOCK: dict[str, Callable[[nn.Sequential, float], DDP]] = {
+    "delayed": delayed,
+    "with comm hook": with_comm_hook,
+}
 
 
-def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, float]) -> list[Record]:
+def loop_shared_with_stock(
+    which: str, stock_is_first: bool, caps: tuple[float, float]
+) -> list[Record]:
     """Of two wrappers whose models share parameters, one has the stock reducer."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
@@ -214,7 +230,9 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
     wrapped = [wrap() for wrap in (wrappers if stock_is_first else reversed(wrappers))]
     records = []
     for step in range(4):
-        sum(one(data(step, 4, 6, micro=m)).square().mean() for m, one in enumerate(wrapped)).backward()
+        sum(
+            one(data(step, 4, 6, micro=m)).square().mean() for m, one in enumerate(wrapped)
+        ).backward()
         # Of the other model what is shared: torch does not wait for the reduction of the delayed bias.
         records.append({"ours": seen(ours), "theirs": seen(theirs[0])})
         for one in wrapped:
@@ -225,7 +243,9 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world):
     cases = table(which=STOCK, stock_is_first=[True, False], caps=[(0.0001, 25), (25, 0.0001)])
-    check_cases(ranks(world), loop_shared_with_stock, cases, backwards=4, stock_models=1, bitwise=False)
+    check_cases(
+        ranks(world), loop_shared_with_stock, cases, backwards=4, stock_models=1, bitwise=False
+    )
 
 
 class SharedMemory(nn.Module):
@@ -284,7 +304,9 @@ def wrapped_again() -> list[bool]:
     found = []
     with ovpatch.applied("ddp"):
         net = nn.Linear(8, 8)
-        nodes = [get_gradient_edge(param).node for param in net.parameters()]  # which outlive the wrapper
+        nodes = [
+            get_gradient_edge(param).node for param in net.parameters()
+        ]  # which outlive the wrapper
         for _ in range(2):
             wrapped = DDP(net)
             wrapped(torch.ones(2, 8)).sum().backward()

@@ -25,12 +25,21 @@ LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
         test_loops.loop_plain,
         {"early_optimizer": False, "set_to_none": False, "ddp": {"gradient_as_bucket_view": True}},
     ),
-    "small buckets": (test_loops.loop_plain, {"early_optimizer": False, "ddp": {"bucket_cap_mb": 0.001}}),
-    "static graph": (test_loops.loop_plain, {"early_optimizer": False, "ddp": {"static_graph": True}}),
+    "small buckets": (
+        test_loops.loop_plain,
+        {"early_optimizer": False, "ddp": {"bucket_cap_mb": 0.001}},
+    ),
+    "static graph": (
+        test_loops.loop_plain,
+        {"early_optimizer": False, "ddp": {"static_graph": True}},
+    ),
     "checkpoint": (test_loops.loop_plain, {"early_optimizer": False, "checkpointing": False}),
     "reentrant": (test_loops.loop_plain, {"early_optimizer": False, "checkpointing": True}),
     "no_sync": (test_loops.loop_accumulate, {"style": "no_sync"}),
-    "unused": (test_loops.loop_unused, {"in_place": False, "per_rank": True, "set_to_none": True, "as_view": False}),
+    "unused": (
+        test_loops.loop_unused,
+        {"in_place": False, "per_rank": True, "set_to_none": True, "as_view": False},
+    ),
     "scaler": (test_loops.loop_amp, {"dtype": "float16", "scaler": True}),
     "ema": (test_loops.loop_ema_eval_save, {}),
     "kept": (test_gradients_kept.loop_keeps_last_gradients, {"how": "tensor"}),
@@ -49,13 +58,20 @@ def test_loops_on_gpus(ranks, name):
 
 
 def test_training_goes_on_after_an_exception_on_gpus(ranks):
-    results = ranks(2)(both, test_failures.failing_alike, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl")
+    results = ranks(2)(
+        both, test_failures.failing_alike, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl"
+    )
     test_failures.require(results, recovered=2)
 
 
 def test_a_lost_backward_is_reported_on_gpus(ranks):
-    texts = ranks(2)(test_failures.failing_alone, 2, 2 * PERIOD_STEPS - 1, backend="nccl", timeout=60)
-    assert f"ended the backward of a step from {PERIOD_STEPS} to {2 * PERIOD_STEPS - 1} on another rank" in texts[0]
+    texts = ranks(2)(
+        test_failures.failing_alone, 2, 2 * PERIOD_STEPS - 1, backend="nccl", timeout=60
+    )
+    assert (
+        f"ended the backward of a step from {PERIOD_STEPS} to {2 * PERIOD_STEPS - 1} on another "
+        "rank" in texts[0]
+    )
 
 
 def dropped_sum() -> int:
@@ -67,9 +83,13 @@ def dropped_sum() -> int:
     if dist.get_rank() == 1:
         torch.cuda._sleep(1_000_000_000)
     for step in range(3):
-        flags.start_all_reduce(step, failed=True)  # a sum that is larger than what there was, whatever there is
+        flags.start_all_reduce(
+            step, failed=True
+        )  # a sum that is larger than what there was, whatever there is
     del flags
-    taken = [torch.full((1,), 7, dtype=torch.int32, device=place) for _ in range(5000)]  # all small blocks there are
+    taken = [
+        torch.full((1,), 7, dtype=torch.int32, device=place) for _ in range(5000)
+    ]  # all small blocks there are
     torch.cuda.synchronize()
     return int((torch.cat(taken) != 7).sum())
 
@@ -135,7 +155,9 @@ def loop_compiled(outside: bool, backend: str) -> list[Record]:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_torch_compile_on_gpus(ranks, outside):
-    for result in same_bits(ranks(2)(both, loop_compiled, outside, "inductor", backend="nccl", timeout=240)):
+    for result in same_bits(
+        ranks(2)(both, loop_compiled, outside, "inductor", backend="nccl", timeout=240)
+    ):
         assert result["counters"]["backwards"] == 4
 
 
@@ -145,7 +167,9 @@ def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
     Rank 1 is late, so rank 0's device has not begun to reduce by then. One gradient does not divide by the ranks.
     """
     torch.manual_seed(1)
-    raw = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 1025), nn.Linear(1025, 1023)).to(device())
+    raw = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 1025), nn.Linear(1025, 1023)).to(
+        device()
+    )
     model = wrap(raw, bucket_cap_mb=5)
     optimizer = torch.optim.SGD(raw.parameters(), 0.1)
     if hooks:  # then gradients are copied before they are reduced
@@ -192,10 +216,14 @@ class Mixed(nn.Module):
         return self.head(self.norm(x))
 
 
-def loop_mixed(*, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp: Any) -> list[Record]:
+def loop_mixed(
+    *, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp: Any
+) -> list[Record]:
     model = Mixed().to(device(), dtype)
     wrapped = DDP(model, **ddp)
-    cls = torch.optim.SGD if dtype is torch.float16 else torch.optim.AdamW  # whose eps is zero in float16
+    cls = (
+        torch.optim.SGD if dtype is torch.float16 else torch.optim.AdamW
+    )  # whose eps is zero in float16
     optimizer = cls(wrapped.parameters(), 1e-3)
     records = []
     for step in range(6):
@@ -225,7 +253,9 @@ def loop_mixed(*, dtype: torch.dtype = torch.float32, accumulate: int = 1, **ddp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_option_gives_stocks_bits(ranks, options, dtype):
     for result in ranks(2)(both, loop_mixed, backend="nccl", dtype=dtype, options=options):
-        if dtype is torch.float16 and options.get("average_in_collective"):  # NCCL rounds it otherwise
+        if dtype is torch.float16 and options.get(
+            "average_in_collective"
+        ):  # NCCL rounds it otherwise
             compare(result["stock"], result["patched"], floor=1e-4).assert_equal()
         else:
             compare(result["stock"], result["patched"]).assert_bitwise()
@@ -234,9 +264,13 @@ def test_every_option_gives_stocks_bits(ranks, options, dtype):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "ddp", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str
+)
 def test_gradients_reduced_in_place_and_through_a_flat_tensor(ranks, accumulate, ddp):
-    for result in same_bits(ranks(2)(both, loop_mixed, backend="nccl", accumulate=accumulate, **ddp)):
+    for result in same_bits(
+        ranks(2)(both, loop_mixed, backend="nccl", accumulate=accumulate, **ddp)
+    ):
         assert result["counters"]["backwards"] == 6
 
 
@@ -252,7 +286,12 @@ def loop_fp32() -> list[Record]:
         wide = p.grad.float() / dist.get_world_size()
         dist.all_reduce(wide)
         p.grad.copy_(wide)
-    return [{"averaged": averaged, "by hand": {name: p.grad.clone() for name, p in model.named_parameters()}}]
+    return [
+        {
+            "averaged": averaged,
+            "by hand": {name: p.grad.clone() for name, p in model.named_parameters()},
+        }
+    ]
 
 
 @pytest.mark.gpu(4)
@@ -261,7 +300,10 @@ def test_half_precision_gradients_averaged_in_float32(ranks):
     for result in results:
         patched, stock = result["patched"][0], result["stock"][0]
         compare(patched["by hand"], patched["averaged"]).assert_bitwise()
-        differ = [not torch.equal(stock["averaged"][name], stock["by hand"][name]) for name in stock["by hand"]]
+        differ = [
+            not torch.equal(stock["averaged"][name], stock["by hand"][name])
+            for name in stock["by hand"]
+        ]
         assert any(differ), "the data does not tell bf16 from float32"
 
 
@@ -339,7 +381,9 @@ def split_case(**ddp: Any) -> dict[str, Any]:
 
 
 @pytest.mark.gpu(4, own=True)
-@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 1}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "ddp", [{}, {"bucket_cap_mb": 1}, {"find_unused_parameters": True}], ids=str
+)
 def test_a_model_on_two_devices(ranks, ddp):
     for result in ranks(2)(split_case, backend="nccl", **ddp):
         compare(result["stock"], result["patched"]).assert_bitwise()

@@ -13,14 +13,25 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.overlap.data_parallel import grad_bucket
-from tests.plugins.ddp.arms import Record, both, data, device, is_patched, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import (
+    Record,
+    both,
+    data,
+    device,
+    is_patched,
+    reduced_in_place,
+    seen,
+    table,
+)
 from tests.plugins.ddp.checks import check, check_cases
 
 WORLDS = [2, 3]
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3))
+    return nn.Sequential(
+        nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3)
+    )
 
 
 def backward(wrapped: nn.Module, step: int) -> None:
@@ -45,7 +56,9 @@ def loop_keeps_last_gradients(how: str) -> list[Record]:
         wrapped.zero_grad()
         backward(wrapped, step)
         grads = [p.grad for p in model.parameters()]
-        take = {"tensor": lambda g: g, "alias": lambda g: g.detach(), "flat": lambda g: g.view(-1)}[how]
+        take = {"tensor": lambda g: g, "alias": lambda g: g.detach(), "flat": lambda g: g.view(-1)}[
+            how
+        ]
         kept.append([take(g) for g in (grads if step % 2 else grads[1:2])])
         del grads
         records.append({"kept": [copies(k) for k in kept]})
@@ -65,7 +78,9 @@ def loop_own_gradient_tensors(flat: bool) -> list[Record]:
     params = list(model.parameters())
     sizes = [p.numel() for p in params]
     pool = torch.zeros(sum(sizes), device=device())
-    mine = list(pool.split(sizes)) if flat else [torch.zeros(size, device=device()) for size in sizes]
+    mine = (
+        list(pool.split(sizes)) if flat else [torch.zeros(size, device=device()) for size in sizes]
+    )
     for param, grad in zip(params, mine, strict=True):
         param.grad = grad.view_as(param) if flat else grad.view_as(param).detach()
     held = None if flat else [p.grad for p in params]
@@ -169,7 +184,9 @@ def loop_autograd_grad(find_unused: bool, of: str) -> list[Record]:
 
 
 def test_autograd_grad_in_between(ranks):
-    check_cases(ranks(2), loop_autograd_grad, table(find_unused=[True, False], of=["input", "parameters"]))
+    check_cases(
+        ranks(2), loop_autograd_grad, table(find_unused=[True, False], of=["input", "parameters"])
+    )
 
 
 def saved_output() -> bytes:
@@ -200,8 +217,16 @@ class Odd(nn.Module):
         self.low = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.channels_last(x).mean() * self.scalar + self.void.sum() + self.gapped.square().sum()
-        return y + self.wide(self.transposed.sum(1).double()[:7]).sum() + self.low.float().square().sum()
+        y = (
+            self.channels_last(x).mean() * self.scalar
+            + self.void.sum()
+            + self.gapped.square().sum()
+        )
+        return (
+            y
+            + self.wide(self.transposed.sum(1).double()[:7]).sum()
+            + self.low.float().square().sum()
+        )
 
 
 def loop_odd(as_view: bool) -> list[Record]:

@@ -92,7 +92,9 @@ def no_sync_beside(wrapped: DDP, step: int) -> Iterator[Record]:
     wrapped.zero_grad()
 
 
-def loop(do: Callable[..., Iterator[Record]], find_unused: bool = False, **kwargs: Any) -> list[Record]:
+def loop(
+    do: Callable[..., Iterator[Record]], find_unused: bool = False, **kwargs: Any
+) -> list[Record]:
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
     wrapped = DDP(model, find_unused_parameters=find_unused)
     return [record for step in range(3) for record in do(wrapped, step, **kwargs)]
@@ -100,27 +102,38 @@ def loop(do: Callable[..., Iterator[Record]], find_unused: bool = False, **kwarg
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_forward_that_bypasses_the_wrapper_stays_local(ranks, world):
-    check_local(check_cases(ranks(world), loop, table(do=[bypass], find_unused=[True, False]), backwards=3), 1)
+    check_local(
+        check_cases(ranks(world), loop, table(do=[bypass], find_unused=[True, False]), backwards=3),
+        1,
+    )
 
 
 def test_derivatives_after_the_backward_trigger_nothing(ranks):
-    cases = table(do=[grad_after_backward], of=["input", "parameters", "one"]) | table(do=[backward_of_inputs])
+    cases = table(do=[grad_after_backward], of=["input", "parameters", "one"]) | table(
+        do=[backward_of_inputs]
+    )
     check_cases(ranks(2), loop, cases, backwards=3)
 
 
 def test_after_an_autograd_grad_that_raised_a_no_sync_backward_stays_local(ranks):
-    check_local(check_cases(ranks(2), loop, table(do=[grad_raises], to_input=[True, False]), backwards=3), 0)
+    check_local(
+        check_cases(ranks(2), loop, table(do=[grad_raises], to_input=[True, False]), backwards=3), 0
+    )
 
 
 def test_what_went_forward_under_no_sync_stays_local(ranks):
     results = check_cases(ranks(2), loop, table(do=[no_sync_twice, no_sync_beside]), backwards=3)
-    check_local([{name: case for name, case in result.items() if "beside" in name} for result in results], 1)
+    check_local(
+        [{name: case for name, case in result.items() if "beside" in name} for result in results], 1
+    )
 
 
 def check_local(results: list[dict[str, Any]], record: int) -> None:
     """Demand that gradients differ by rank in a record of each case."""
     for name, case in results[0].items():
-        first, second = (one["patched"][record]["grad"]["0.weight"] for one in (case, results[1][name]))
+        first, second = (
+            one["patched"][record]["grad"]["0.weight"] for one in (case, results[1][name])
+        )
         assert not torch.equal(first, second), name
 
 
@@ -150,4 +163,6 @@ def used_under_no_sync(ddp: dict[str, Any]) -> list[Record]:
 
 
 def test_a_layer_that_only_no_sync_has_used_is_averaged(ranks):
-    check_cases(ranks(2), used_under_no_sync, table(ddp=[{}, {"bucket_cap_mb": 0.0001}]), backwards=3)
+    check_cases(
+        ranks(2), used_under_no_sync, table(ddp=[{}, {"bucket_cap_mb": 0.0001}]), backwards=3
+    )

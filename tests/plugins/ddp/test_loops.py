@@ -13,7 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, all_both, both, data, device, record_steps, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import (
+    Record,
+    all_both,
+    both,
+    data,
+    device,
+    record_steps,
+    reduced_in_place,
+    seen,
+    table,
+)
 from tests.plugins.ddp.checks import check, check_all, check_cases
 
 WORLDS = [2, 3]
@@ -78,7 +88,9 @@ def loop_plain(
 def test_optimizer_built_before_or_after_the_wrap_and_zero_grad_in_either_form(ranks, world):
     cases = table(early_optimizer=[True, False], set_to_none=[True, False])
     results = check_cases(ranks(world), loop_plain, cases, backwards=4)
-    views = table(early_optimizer=[False], set_to_none=[True, False], ddp=[{"gradient_as_bucket_view": True}])
+    views = table(
+        early_optimizer=[False], set_to_none=[True, False], ddp=[{"gradient_as_bucket_view": True}]
+    )
     viewed = ranks(world)(all_both, loop_plain, views)
     # Stock divides by 3 where p.grad is its bucket's view, and multiplies by 1/3 otherwise, as we always do: its run
     # without views has our bits. Against the one with views AdamW makes more of it than a fixed tolerance.
@@ -96,13 +108,19 @@ def test_gradient_clipping_sees_the_full_gradient(ranks, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_buckets_graph_modes_and_activation_checkpointing(ranks, world):
-    late, small, static = {"early_optimizer": [False]}, {"bucket_cap_mb": 0.001}, {"static_graph": True}
+    late, small, static = (
+        {"early_optimizer": [False]},
+        {"bucket_cap_mb": 0.001},
+        {"static_graph": True},
+    )
     cases = table(ddp=[small, static, {"find_unused_parameters": True}], **late)
     cases |= table(ddp=[{}, static, small], checkpointing=[True, False], **late)
     check_cases(ranks(world), loop_plain, cases, backwards=4)
 
 
-def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str, Any] | None = None) -> list[Record]:
+def loop_accumulate(
+    *, style: str, micro: int = 3, steps: int = 3, ddp: dict[str, Any] | None = None
+) -> list[Record]:
     model = Net().to(device())
     wrapped = DDP(model, **(ddp or {}))
     optimizer = optimizer_for(wrapped)
@@ -112,7 +130,9 @@ def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str
             last = m == micro - 1
             if style == "toggle":
                 wrapped.require_backward_grad_sync = last
-            quiet = wrapped.no_sync() if style == "no_sync" and not last else contextlib.nullcontext()
+            quiet = (
+                wrapped.no_sync() if style == "no_sync" and not last else contextlib.nullcontext()
+            )
             with quiet:
                 loss = wrapped(data(step, 3, 5, micro=m)).square().mean() / micro
                 loss.backward()
@@ -144,16 +164,22 @@ class Branches(nn.Module):
 @reduced_in_place
 def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Record]:
     model = Branches().to(device())
-    wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)
+    wrapped = DDP(
+        model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view
+    )
     branches = ((step + (dist.get_rank() if per_rank else 0)) % 3 for step in range(5))
-    losses = (wrapped(data(step, 4, 8), branch).square().mean() for step, branch in enumerate(branches))
+    losses = (
+        wrapped(data(step, 4, 8), branch).square().mean() for step, branch in enumerate(branches)
+    )
     return record_steps(model, losses, optimizer_for(wrapped), set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("as_view", [True, False])
 def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, as_view):
-    cases = table(in_place=[False, True], per_rank=[True, False], set_to_none=[True, False], as_view=[as_view])
+    cases = table(
+        in_place=[False, True], per_rank=[True, False], set_to_none=[True, False], as_view=[as_view]
+    )
     for result in check_cases(ranks(world), loop_unused, cases, backwards=5, bitwise=not as_view):
         assert all(case["patched"][0]["grad"]["never.weight"] is None for case in result.values())
 
@@ -162,7 +188,9 @@ def loop_amp(*, dtype: str, scaler: bool) -> list[Record]:
     model = Net().to(device())
     wrapped = DDP(model)
     optimizer = optimizer_for(wrapped)
-    grad_scaler = torch.amp.GradScaler(device().type, enabled=scaler, init_scale=2.0**8, growth_interval=2)
+    grad_scaler = torch.amp.GradScaler(
+        device().type, enabled=scaler, init_scale=2.0**8, growth_interval=2
+    )
     records = []
     for step in range(4):
         with torch.autocast(device().type, dtype=getattr(torch, dtype)):
@@ -182,7 +210,9 @@ def loop_amp(*, dtype: str, scaler: bool) -> list[Record]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_autocast_and_grad_scaler_with_an_overflow_on_one_rank(ranks, world):
-    cases = table(dtype=["bfloat16", "float16"], scaler=[True]) | table(dtype=["bfloat16"], scaler=[False])
+    cases = table(dtype=["bfloat16", "float16"], scaler=[True]) | table(
+        dtype=["bfloat16"], scaler=[False]
+    )
     check_cases(ranks(world), loop_amp, cases)
 
 

@@ -10,7 +10,9 @@ import ovpatch
 from tests.plugins.ddp.test_reduction_options import Stack
 
 
-@pytest.mark.parametrize(("given", "value"), [(None, None), (50, 50.0), ("12.5", 12.5), ("none", None), (0, 0.0)])
+@pytest.mark.parametrize(
+    ("given", "value"), [(None, None), (50, 50.0), ("12.5", 12.5), ("none", None), (0, 0.0)]
+)
 def test_bucket_capacity(given, value):
     with ovpatch.applied("ddp", options={"ddp": {"bucket_cap_mb": given}}) as report:
         assert report["ddp"].options["bucket_cap_mb"].value == value
@@ -67,13 +69,17 @@ def test_every_option_can_come_from_the_environment_and_shows_in_the_report(monk
     with ovpatch.applied("ddp") as report:
         option = report["ddp"].options[name.lower()]
         assert (option.value, option.source) == (value, f"environment {variable}")
-        assert f"{name.lower()}={value} (environment {variable})" in " ".join(str(ovpatch.report()).split())
+        assert f"{name.lower()}={value} (environment {variable})" in " ".join(
+            str(ovpatch.report()).split()
+        )
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 def test_a_variable_that_cannot_be_read_is_named(monkeypatch, name):
     monkeypatch.setenv(f"OVPATCH_DDP_{name}", "perhaps")
-    with pytest.raises(ovpatch.SettingsError, match=rf"OVPATCH_DDP_{name}=perhaps.*(expected|Choose one of)"):
+    with pytest.raises(
+        ovpatch.SettingsError, match=rf"OVPATCH_DDP_{name}=perhaps.*(expected|Choose one of)"
+    ):
         ovpatch.apply("ddp")
 
 

@@ -28,7 +28,8 @@ class Stack(nn.Module):
         super().__init__()
         self.embed = nn.Linear(6, 8, dtype=dtype)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 8, dtype=dtype)) for _ in range(3)
+            nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 8, dtype=dtype))
+            for _ in range(3)
         )
         self.head = nn.Linear(8, 2, dtype=dtype)
 
@@ -68,7 +69,9 @@ def test_without_overlap_nothing_is_launched_during_backward(ranks):
     ddp = {"bucket_cap_mb": TINY}
     for overlap in (True, False):
         for result in ranks(2)(both, loop, ddp, options={"overlap_grad_reduce": overlap}):
-            assert result["counters"]["collectives"] == 1 + 3 * 8  # the first backward shows the order, in one bucket
+            assert (
+                result["counters"]["collectives"] == 1 + 3 * 8
+            )  # the first backward shows the order, in one bucket
             early = result["counters"]["collectives_in_backward"]
             assert early == (result["counters"]["collectives"] if overlap else 0)
 
@@ -88,7 +91,10 @@ def contents(granularity: str) -> dict[str, list[list[str]]]:
 
 def test_a_bucket_per_layer(ranks):
     for found in ranks(2)(contents, "layer"):
-        layers = [{name.split(".")[0] if "layers" not in name else name[:8] for name in b} for b in found["step 2"]]
+        layers = [
+            {name.split(".")[0] if "layers" not in name else name[:8] for name in b}
+            for b in found["step 2"]
+        ]
         assert layers == [{"head"}, {"layers.2"}, {"layers.1"}, {"layers.0"}, {"embed"}]
         assert [len(bucket) for bucket in found["step 2"]] == [2, 4, 4, 4, 2]
 
@@ -134,7 +140,9 @@ def is_rounded_once(average: torch.Tensor, parts: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True, "bucket_cap_mb": TINY}], ids=str)
+@pytest.mark.parametrize(
+    "ddp", [{}, {"find_unused_parameters": True, "bucket_cap_mb": TINY}], ids=str
+)
 def test_half_precision_is_averaged_in_float32_and_rounded_once(ranks, world, dtype, ddp):
     for right in ranks(world)(averaged_in_fp32, dtype, ddp):
         assert all(right["ours"])
@@ -143,7 +151,10 @@ def test_half_precision_is_averaged_in_float32_and_rounded_once(ranks, world, dt
 
 
 def refusal(options: dict[str, Any]) -> str:
-    with ovpatch.applied("ddp", options={"ddp": options}), pytest.raises(ValueError, match="ovpatch") as caught:
+    with (
+        ovpatch.applied("ddp", options={"ddp": options}),
+        pytest.raises(ValueError, match="ovpatch") as caught,
+    ):
         DDP(Stack())
     return str(caught.value)
 
@@ -153,10 +164,14 @@ def test_what_gloo_cannot_do_is_refused_with_the_remedy(ranks, options):
     (name,) = options
     for text in ranks(2)(refusal, options):
         assert text.startswith(
-            f"ovpatch: option {name}={options[name]} of feature 'ddp' cannot act here: it needs NCCL"
+            f"ovpatch: option {name}={options[name]} of feature 'ddp' cannot act here: it needs "
+            "NCCL"
         )
         assert "and gloo reduces the gradients" in text
-        assert f"Set OVPATCH_DDP_{name.upper()}=none on all ranks, or remove the variable and the argument" in text
+        assert (
+            f"Set OVPATCH_DDP_{name.upper()}=none on all ranks, or remove the variable and the "
+            "argument" in text
+        )
 
 
 def on_this_rank_only(name: str, value: Any, other: Any) -> str:
@@ -191,7 +206,10 @@ class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(8, 8)
-        self.taken, self.left = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.taken, self.left = (
+            nn.Linear(8, 8),
+            nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.taken(self.stem(x))
@@ -199,7 +217,9 @@ class Frozen(nn.Module):
 
 def loop_skipping(skip: bool) -> list[Record]:
     model = Frozen()
-    wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=TINY, skip_all_reduce_unused_params=skip)
+    wrapped = DDP(
+        model, find_unused_parameters=True, bucket_cap_mb=TINY, skip_all_reduce_unused_params=skip
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
     records = []
     for step in range(4):
@@ -218,8 +238,12 @@ def test_skipped_buckets_are_not_reduced_and_change_nothing(ranks, world):
     check(all_of_them, backwards=4)
     check(results, backwards=4)
     for result, whole in zip(results, all_of_them, strict=True):
-        spared = {name: count - result["counters"][name] for name, count in whole["counters"].items()}
-        assert spared["collectives"] == 4 * 2  # the first of the three shares its bucket with what is used
+        spared = {
+            name: count - result["counters"][name] for name, count in whole["counters"].items()
+        }
+        assert (
+            spared["collectives"] == 4 * 2
+        )  # the first of the three shares its bucket with what is used
         assert spared["bytes_reduced"] == 4 * 2 * 8 * 8 * 4
         assert result["patched"][0]["grad"]["left.0.weight"] is None
 
@@ -248,7 +272,13 @@ def train_alone_first(patched: bool) -> tuple[list[Record], list[str]]:
         for number in range(3):
             model.zero_grad()
             model(data(number, 5, 6)).square().mean().backward()
-            records.append({"grads": {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}})
+            records.append(
+                {
+                    "grads": {
+                        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+                    }
+                }
+            )
     assert made == ["together"] * patched
     return records, made
 

@@ -30,7 +30,9 @@ class Segments(nn.Module):
         self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
         self.spare = nn.Linear(8, 3)
 
-    def forward(self, x: torch.Tensor, reentrant: bool, spare: bool, bomb: bool = False) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, reentrant: bool, spare: bool, bomb: bool = False
+    ) -> torch.Tensor:
         def last(h: torch.Tensor) -> torch.Tensor:
             h = Bomb.apply(h) if bomb else h
             return self.spare(h) if spare else self.second(h)
@@ -46,7 +48,9 @@ SPARE = {
 }
 
 
-def train(reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> list[Record]:
+def train(
+    reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()
+) -> list[Record]:
     """Train; in the steps that fail, the backward inside the backward raises, at another place on each rank."""
     torch.manual_seed(0)
     model = Segments()
@@ -59,7 +63,9 @@ def train(reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ..
             if step in fails:
                 Bomb.armed = True
                 with pytest.raises(RuntimeError, match="not really"):
-                    wrapped(data(90 + step, 4, 6), reentrant, spares, True).square().mean().backward()
+                    wrapped(
+                        data(90 + step, 4, 6), reentrant, spares, True
+                    ).square().mean().backward()
                 Bomb.armed = False
                 optimizer.zero_grad()
             yield wrapped(data(step, 4, 6), reentrant, spares).square().mean()
@@ -76,15 +82,21 @@ def reentrant_or_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = (
 def require(results: list[dict[str, Any]], fails: int) -> None:
     for result in results:
         compare(result["stock"], result["patched"]).assert_equal()
-        compare([r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]).assert_bitwise()
+        compare(
+            [r["param"] for r in results[0]["patched"]], [r["param"] for r in result["patched"]]
+        ).assert_bitwise()
         assert result["counters"]["recovered"] == fails
 
 
 FAILS = [(), (0,), (2,), (1, 3)]
 
 
-@pytest.mark.parametrize(("fails", "world"), [*((fails, 2) for fails in FAILS), ((), 3), ((1, 3), 3)], ids=str)
-def test_the_search_with_all_parameters_inside_reentrant_checkpoints_that_may_fail(ranks, world, fails):
+@pytest.mark.parametrize(
+    ("fails", "world"), [*((fails, 2) for fails in FAILS), ((), 3), ((1, 3), 3)], ids=str
+)
+def test_the_search_with_all_parameters_inside_reentrant_checkpoints_that_may_fail(
+    ranks, world, fails
+):
     spare = ["never"] if fails else SPARE
     cases = table(spare=spare, ddp=[{}, {"bucket_cap_mb": TINY}], fails=[fails])
     check_cases(ranks(world), reentrant_or_not, cases, check=require, fails=len(fails))
@@ -94,7 +106,9 @@ def without_search(ddp: dict[str, Any]) -> list[Record]:
     model = Segments()
     model.spare.requires_grad_(False)
     wrapped = DDP(model, **ddp)
-    return record_steps(model, (wrapped(data(step, 4, 6), True, False).square().mean() for step in range(3)))
+    return record_steps(
+        model, (wrapped(data(step, 4, 6), True, False).square().mean() for step in range(3))
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -35,7 +35,9 @@ TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
 
 def wide() -> nn.Sequential:
     """Gradients large enough to become views of their buckets."""
-    return nn.Sequential(nn.Linear(6, 190), nn.Linear(190, 190), nn.Linear(190, 190), nn.Linear(190, 3))
+    return nn.Sequential(
+        nn.Linear(6, 190), nn.Linear(190, 190), nn.Linear(190, 190), nn.Linear(190, 3)
+    )
 
 
 def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:
@@ -43,7 +45,10 @@ def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:
     model, head = wide(), nn.Linear(3, 2)
     wrapped = DDP(model, bucket_cap_mb=TINY)
     inputs = (data(step, 4, 6).requires_grad_() for step in range(3))
-    return record_steps(model, (head(checkpoint(wrapped, x, use_reentrant=reentrant)).square().mean() for x in inputs))
+    return record_steps(
+        model,
+        (head(checkpoint(wrapped, x, use_reentrant=reentrant)).square().mean() for x in inputs),
+    )
 
 
 def test_a_forward_recomputed_in_its_own_backward_is_no_interruption(ranks):
@@ -67,7 +72,10 @@ def loop_shared_parameters(nested: bool) -> list[Record]:
     model = Outer() if nested else wide()
     # Whose buckets are small reduces early; whose are large reads the gradients late.
     wrappers = [DDP(model)] if nested else [DDP(model, bucket_cap_mb=TINY), DDP(model)]
-    losses = (sum(w(data(step, 4, 6, micro=m)).square().mean() for m, w in enumerate(wrappers)) for step in range(4))
+    losses = (
+        sum(w(data(step, 4, 6, micro=m)).square().mean() for m, w in enumerate(wrappers))
+        for step in range(4)
+    )
     return record_steps(model, losses)
 
 
@@ -129,7 +137,9 @@ def loop_known_elsewhere(how: str) -> list[Record]:
         look = {
             "numpy": lambda grads=grads: [torch.from_numpy(a.copy()) for a in arrays],
             "dlpack": lambda grads=grads: [a.clone() for a in arrays],
-            "storage": lambda grads=grads: [a.data_ptr() == g.data_ptr() for a, g in zip(arrays, grads, strict=True)],
+            "storage": lambda grads=grads: [
+                a.data_ptr() == g.data_ptr() for a, g in zip(arrays, grads, strict=True)
+            ],
             "shared": lambda grads=grads: [g.is_shared() for g in grads],
             "weakref": lambda grads=grads: [a() is g for a, g in zip(arrays, grads, strict=True)],
             "attribute": lambda grads=grads: [getattr(g, "tag", None) for g in grads],
@@ -200,7 +210,9 @@ def loop_wrap_during_backward() -> list[Record]:
         loss = wrapped(data(step, 4, 8)).square().mean()
         inside, go = threading.Event(), threading.Event()
 
-        def hold(_: torch.Tensor, inside: threading.Event = inside, go: threading.Event = go) -> None:
+        def hold(
+            _: torch.Tensor, inside: threading.Event = inside, go: threading.Event = go
+        ) -> None:
             inside.set()
             go.wait(60)
 
@@ -308,4 +320,8 @@ def static_graph_misused(late: bool) -> str:
 def test_a_static_graph_that_comes_late_or_unsynchronised_raises_where_stock_does(ranks, late):
     for stock, patched in ranks(2)(stock_and_patched, static_graph_misused, late):
         assert patched[0] == stock[0] == ("2" if late else "0")
-        assert "before training loop" in patched if late else "Run the first backward outside of no_sync()" in patched
+        assert (
+            "before training loop" in patched
+            if late
+            else "Run the first backward outside of no_sync()" in patched
+        )

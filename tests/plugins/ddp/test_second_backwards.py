@@ -121,7 +121,9 @@ WAYS: dict[str, Twice] = {
 STEPS = 3
 
 
-def loop(way: str, ddp: dict[str, Any], reentrant: bool = False, set_to_none: bool = True) -> list[Record]:
+def loop(
+    way: str, ddp: dict[str, Any], reentrant: bool = False, set_to_none: bool = True
+) -> list[Record]:
     model = TwoHeads(reentrant)
     wrapped = DDP(model, **ddp)
     records = []
@@ -156,16 +158,29 @@ def test_gradients_zeroed_in_place_between_the_backwards(ranks):
 
 
 def test_all_parameters_inside_reentrant_checkpoints(ranks):
-    ways = ["retained", "two forwards", "in reverse", "zeroed between", "behind a local one", "three times"]
+    ways = [
+        "retained",
+        "two forwards",
+        "in reverse",
+        "zeroed between",
+        "behind a local one",
+        "three times",
+    ]
     cases = table(way=ways, ddp=[{"bucket_cap_mb": TINY}], reentrant=[True])
     check_cases(ranks(2), loop, cases, backwards=STEPS)
 
 
 @pytest.mark.parametrize("place", ["environment", "argument"])
 def test_the_option_that_averaged_it_is_refused_with_the_reason(monkeypatch, place):
-    options: dict[str, Any] = {"ddp": {"reduce_late_gradients": True}} if place == "argument" else {}
+    options: dict[str, Any] = (
+        {"ddp": {"reduce_late_gradients": True}} if place == "argument" else {}
+    )
     if place == "environment":
         monkeypatch.setenv("OVPATCH_DDP_REDUCE_LATE_GRADIENTS", "1")
-    with pytest.raises(ovpatch.OptionError, match=r"no longer exists: .* stay local, as in stock") as caught:
+    with pytest.raises(
+        ovpatch.OptionError, match=r"no longer exists: .* stay local, as in stock"
+    ) as caught:
         ovpatch.apply("ddp", options=options)
-    assert str(caught.value).endswith("Remove OVPATCH_DDP_REDUCE_LATE_GRADIENTS and the argument of that name.")
+    assert str(caught.value).endswith(
+        "Remove OVPATCH_DDP_REDUCE_LATE_GRADIENTS and the argument of that name."
+    )

@@ -23,7 +23,9 @@ class Kept(torch.autograd.Function):
     """Gives the weight a view of what it keeps in Python."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]
+    ) -> torch.Tensor:
         ctx.kept, ctx.x = kept, x
         ctx.shape = weight.shape
         return x + weight.sum()
@@ -38,7 +40,9 @@ class Reader(torch.autograd.Function):
     """Reads what the other one keeps, later in the same backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[torch.Tensor]
+    ) -> torch.Tensor:
         ctx.kept, ctx.shape = kept, weight.shape
         return x * weight.mean()
 
@@ -52,7 +56,10 @@ class Reader(torch.autograd.Function):
 class Workspace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(16, 16)),
+            nn.Parameter(torch.randn(16, 16)),
+        )
         self.kept: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,5 +99,8 @@ def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_models_with_odd_gradients(ranks, world):
-    cases = table(name=MODELS, ddp=[{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}])
+    cases = table(
+        name=MODELS,
+        ddp=[{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}],
+    )
     check_cases(ranks(world), loop_model, cases, backwards=4)

@@ -40,7 +40,9 @@ def seen(model: nn.Module) -> Record:
     """Gradients as dense tensors, with what only sparse ones have."""
     grads = {n: p.grad for n, p in model.named_parameters()}
     sparse = {
-        n: None if g is None or not g.is_sparse else sorted(set(g.coalesce().indices().flatten().tolist()))
+        n: None
+        if g is None or not g.is_sparse
+        else sorted(set(g.coalesce().indices().flatten().tolist()))
         for n, g in grads.items()
     }
     return {
@@ -60,7 +62,9 @@ def optimizers(model: Words, kind: str) -> list[torch.optim.Optimizer]:
     ]
 
 
-def loop(kind: str, ddp: dict[str, Any], *, micro: int = 1, zero: bool = True, seed: int = 0) -> list[Record]:
+def loop(
+    kind: str, ddp: dict[str, Any], *, micro: int = 1, zero: bool = True, seed: int = 0
+) -> list[Record]:
     model = Words()
     wrapped = DDP(model, **ddp)
     chosen = optimizers(model, kind)
@@ -91,7 +95,11 @@ def test_sparse_tables_beside_dense_layers_and_accumulation(ranks, world):
 
 @pytest.mark.parametrize(
     "option",
-    [{"bucket_granularity": "layer"}, {"bucket_granularity": "module"}, {"overlap_grad_reduce": False}],
+    [
+        {"bucket_granularity": "layer"},
+        {"bucket_granularity": "module"},
+        {"overlap_grad_reduce": False},
+    ],
     ids=str,
 )
 def test_options_leave_sparse_gradients_alone(ranks, option):
@@ -119,7 +127,9 @@ def unused(users: list[int], before: bool) -> dict[str, Any]:
             average_by_hand(reference)
             for name, module in {"ours": model, "by hand": reference}.items():
                 grads = {n: p.grad for n, p in module.named_parameters()}
-                records[name].append({n: None if g is None else g.to_dense().clone() for n, g in grads.items()})
+                records[name].append(
+                    {n: None if g is None else g.to_dense().clone() for n, g in grads.items()}
+                )
                 module.zero_grad()
         return records
 

@@ -25,7 +25,11 @@ from tests.support.equality import compare
 # What torch/nn/parallel/distributed.py asks of the reducer and the logger: what asked_of() found in the sources of the
 # wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ, and what 2.15.0 asks for besides.
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-ASKED_SINCE_2_15 = {"_finalize_backward_manual", "_set_manual_finalization_required", "_should_finalize_after_backward"}
+ASKED_SINCE_2_15 = {
+    "_finalize_backward_manual",
+    "_set_manual_finalization_required",
+    "_should_finalize_after_backward",
+}
 ASKED = {
     "reducer": """
         _autograd_hook _check_reducer_finalized _delay_all_reduce _get_local_used_map _get_zeros_like_grad_buckets
@@ -50,8 +54,16 @@ def asked_of(owner: str, source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             of = node.value
-            last = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
-            module_log = isinstance(of, ast.Name) and owner == "logger"  # its own log, of the module logging
+            last = (
+                of.attr
+                if isinstance(of, ast.Attribute)
+                else of.id
+                if isinstance(of, ast.Name)
+                else ""
+            )
+            module_log = (
+                isinstance(of, ast.Name) and owner == "logger"
+            )  # its own log, of the module logging
             if last == owner and not module_log:
                 names.add(node.attr)
     return names
@@ -67,10 +79,16 @@ def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_t
         if torch.__version__.startswith(VERSIONS):
             expected = set(names.split()) | (later if hasattr(DDP, "finalize_backward") else set())
             assert installed == expected, "the table above is right for the installed version"
-        assert {name for name in installed | set(names.split()) | later if not hasattr(ours[owner], name)} == set()
+        assert {
+            name
+            for name in installed | set(names.split()) | later
+            if not hasattr(ours[owner], name)
+        } == set()
     for cls, mine in ((dist.Reducer, ReducerStub), (dist.Logger, LoggerStub)):
         assert {
-            name for name in vars(cls) if not name.startswith(("__", "_pybind")) and not hasattr(mine, name)
+            name
+            for name in vars(cls)
+            if not name.startswith(("__", "_pybind")) and not hasattr(mine, name)
         } == set()
 
 
@@ -142,7 +160,9 @@ def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, w
     ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
     cases = table(where=list(distributed._BufferCommHookLocation), ddp=ddp)
     for result in check_cases(ranks(world), buffer_hook_loop, cases, backwards=3):
-        assert all([len(one["waited"]) for one in case["patched"]] == [1, 2, 3] for case in result.values())
+        assert all(
+            [len(one["waited"]) for one in case["patched"]] == [1, 2, 3] for case in result.values()
+        )
 
 
 def finalizing_loop(required: list[bool], ddp: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,7 +181,9 @@ def finalizing_loop(required: list[bool], ddp: dict[str, Any]) -> list[dict[str,
     return records
 
 
-@pytest.mark.skipif(not hasattr(DDP, "finalize_backward"), reason="torch before 2.15 finalizes each backward itself")
+@pytest.mark.skipif(
+    not hasattr(DDP, "finalize_backward"), reason="torch before 2.15 finalizes each backward itself"
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_backwards_that_the_script_finalizes(ranks, world):
     required = [[True, True], [False, True, False, True], [False, False, True]]
@@ -171,7 +193,9 @@ def test_backwards_that_the_script_finalizes(ranks, world):
             compared = compare(case["stock"], case["patched"])
             compared.assert_bitwise() if world == 2 else compared.assert_equal()  # a reducer made later, other buckets
             assert case["counters"]["stock_models"] >= 1, name
-            assert case["counters"]["backwards"] == name.count("False") - name.count("True, False"), name
+            assert case["counters"]["backwards"] == name.count("False") - name.count(
+                "True, False"
+            ), name
 
 
 class Fork(nn.Module):
@@ -222,12 +246,17 @@ def lines(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
 @pytest.mark.parametrize(("used", "ddp", "remedy"), ERRORS)
-def test_errors_say_what_stock_says_and_then_the_remedy_and_the_logger_knows_them(ranks, used, ddp, remedy, level):
+def test_errors_say_what_stock_says_and_then_the_remedy_and_the_logger_knows_them(
+    ranks, used, ddp, remedy, level
+):
     for stock, patched in ranks(2)(stock_and_patched, failing, used, level, ddp):
         first = lines(stock["error"])
         assert first
         assert lines(patched["error"])[: len(first)] == first
-        assert "\novpatch: parameter" in patched["error"] or "\novpatch: these parameters" in patched["error"]
+        assert (
+            "\novpatch: parameter" in patched["error"]
+            or "\novpatch: these parameters" in patched["error"]
+        )
         assert "second." in patched["error"]
         assert "first.weight" not in patched["error"]
         assert remedy in patched["error"]
@@ -261,7 +290,9 @@ def logged(ddp: dict[str, Any], dtype: torch.dtype, steps: int) -> dict[str, Any
         ({}, torch.float32, 13),
     ],
 )
-def test_the_logging_data_has_stocks_fields_without_those_of_sampled_steps(ranks, ddp, dtype, steps):
+def test_the_logging_data_has_stocks_fields_without_those_of_sampled_steps(
+    ranks, ddp, dtype, steps
+):
     for stock, patched in ranks(2)(stock_and_patched, logged, ddp, dtype, steps):
         sampled = {name for name in stock if "_time" in name} | SAMPLED
         assert set(stock) - sampled <= set(patched)
@@ -286,15 +317,22 @@ USES = [[True, False, True, True], [False, False, False], [True, True, True]]
 
 
 @pytest.mark.parametrize(
-    ("world", "uses", "skip"), [*((world, uses, False) for world in (2, 3) for uses in USES), (2, USES[1], True)]
+    ("world", "uses", "skip"),
+    [*((world, uses, False) for world in (2, 3) for uses in USES), (2, USES[1], True)],
 )
-def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(ranks, world, uses, skip):
+def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(
+    ranks, world, uses, skip
+):
     ddp: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}
     if skip:
         ddp["skip_all_reduce_unused_params"] = True
     for result in ranks(world)(both, usage, uses, ddp):
-        compare([one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]).assert_bitwise()
-        assert [one["static"] for one in result["patched"]] == [one["static"] for one in result["stock"]]
+        compare(
+            [one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]
+        ).assert_bitwise()
+        assert [one["static"] for one in result["patched"]] == [
+            one["static"] for one in result["stock"]
+        ]
 
 
 def second_order() -> list[str]:
@@ -319,7 +357,9 @@ def second_order() -> list[str]:
 def test_create_graph_is_warned_of_once(ranks):
     for texts in ranks(2)(second_order):
         assert len(texts) == 1
-        assert texts[0].startswith("Using DistributedDataParallel with create_graph=True is not well-supported")
+        assert texts[0].startswith(
+            "Using DistributedDataParallel with create_graph=True is not well-supported"
+        )
 
 
 def distributed_autograd(folder: str, early: bool) -> list[Any]:
@@ -329,7 +369,12 @@ def distributed_autograd(folder: str, early: bool) -> list[Any]:
     def start() -> None:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc")
         rank = dist.get_rank()
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
+        rpc.init_rpc(
+            f"worker{rank}",
+            rank=rank,
+            world_size=dist.get_world_size(),
+            rpc_backend_options=options,
+        )
 
     with ovpatch.applied("ddp"):
         torch.manual_seed(0)
@@ -380,7 +425,9 @@ def warnings_of_a_model():
         warnings.simplefilter("default")
         deprecated = {"broadcast_buffers": True, "check_reduction": True}
         known = inspect.signature(DDP).parameters
-        ddp = DDP(nn.Linear(2, 2), **{name: value for name, value in deprecated.items() if name in known})
+        ddp = DDP(
+            nn.Linear(2, 2), **{name: value for name, value in deprecated.items() if name in known}
+        )
         copy.deepcopy(ddp.module)
         ddp(torch.ones(1, 2)).sum().backward()
     return [(one.category.__name__, one.filename, one.lineno, str(one.message)) for one in caught]

@@ -25,7 +25,9 @@ HALVES = [torch.bfloat16, torch.float16]
 
 def net(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 13), nn.Linear(13, 3)).to(device(), dtype)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 13), nn.Linear(13, 3)).to(
+        device(), dtype
+    )
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -99,13 +101,23 @@ def by_the_feature(dtype: torch.dtype, how: str, set_to_none: bool, views: bool)
                 wrapped(data(step, 5, 6, micro=micro).to(dtype)).square().mean().backward()
             if micro == 2:
                 touch(how, model)
-            records.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+            records.append(
+                {
+                    name: None if p.grad is None else p.grad.clone()
+                    for name, p in model.named_parameters()
+                }
+            )
         stepped(model)
     return records
 
 
 def arms(
-    dtype: torch.dtype, how: str, *, set_to_none: bool = True, views: bool = False, reduced: bool = True
+    dtype: torch.dtype,
+    how: str,
+    *,
+    set_to_none: bool = True,
+    views: bool = False,
+    reduced: bool = True,
 ) -> dict[str, Any]:
     expected = by_hand(dtype, how, reduced)
     with ovpatch.applied("ddp", options={"ddp": IN_FP32 | {"grad_reduce_in_fp32": reduced}}):

@@ -237,7 +237,9 @@ def reverted_between_forward_and_backward(ddp: dict[str, Any]) -> dict[str, Any]
     return {"stock": stock, "patched": run(True)}
 
 
-@pytest.mark.parametrize("mode", [None, "gradient_as_bucket_view", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize(
+    "mode", [None, "gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
+)
 def test_revert_between_forward_and_backward_still_reduces(ranks, mode):
     for result in ranks(2)(reverted_between_forward_and_backward, {mode: True} if mode else {}):
         compare(result["stock"], result["patched"]).assert_bitwise()
@@ -306,11 +308,17 @@ def objecting_alone() -> dict[str, Any]:
     from ovpatch_plugins.ddp.ddp_report import REMARKS
 
     original = ddp_attach.find_reason_for_stock
-    ddp_attach.find_reason_for_stock = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
+    ddp_attach.find_reason_for_stock = lambda *a: (
+        "planted" if dist.get_rank() == 1 else original(*a)
+    )
     try:
         with ovpatch.applied("ddp"):
             wrapped = DDP(net())
-            return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": list(REMARKS)}
+            return {
+                "ours": is_ours(wrapped),
+                "records": steps(wrapped, 2),
+                "remarks": list(REMARKS),
+            }
     finally:
         ddp_attach.find_reason_for_stock = original
 
@@ -360,7 +368,9 @@ def loop_group_of_its_own(init_sync: bool) -> list[Record]:
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
+    group._register_backend(
+        torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    )
     torch.manual_seed(0)
     return steps(DDP(net(), process_group=group, init_sync=init_sync), 3)
 
@@ -375,7 +385,10 @@ def test_a_group_without_a_store_keeps_the_stock_reducer(ranks, init_sync):
 @pytest.mark.parametrize("cls", [DDP, OwnWrapper])
 def test_apply_after_the_wrap_says_which_line_to_move(ranks, cls):
     for remarks in ranks(2)(early_model, cls):
-        assert any("Sequential was wrapped in DistributedDataParallel before ovpatch.apply()" in r for r in remarks)
+        assert any(
+            "Sequential was wrapped in DistributedDataParallel before ovpatch.apply()" in r
+            for r in remarks
+        )
         assert any("move the line" in r for r in remarks)
 
 

@@ -25,14 +25,18 @@ from tests.support.equality import compare
 SMALL = {"min_param_numel": 8, "overlap_param_gather": True}
 
 
-def both(loop: Loop, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+def both(
+    loop: Loop, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> dict[str, Any]:
     """Run ``loop`` stock, then patched, from the same seeds; see :func:`tests.plugins.ddp.arms.both`."""
     return run_both(loop, *args, apply=partial(apply, options), **kwargs)
 
 
 def apply(options: dict[str, Any] | None = None) -> AbstractContextManager[Any]:
     """Turn the features on, with :data:`SMALL` unless ``options`` say otherwise."""
-    return ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})})
+    return ovpatch.applied(
+        "ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})}
+    )
 
 
 #: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
@@ -41,7 +45,9 @@ _reordered: list[bool] = []
 
 def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
     """Wrap a model; in the run that measures stock's noise, with other buckets."""
-    return DistributedDataParallel(model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs))
+    return DistributedDataParallel(
+        model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs)
+    )
 
 
 def all_cases(
@@ -79,7 +85,9 @@ def check(
         floor: Difference that is allowed on more ranks, where one other order of the sums does not show it.
     """
     for rank, result in enumerate(results):
-        compared = compare(result["stock"], result["patched"], reordered=result.get("reordered"), floor=floor)
+        compared = compare(
+            result["stock"], result["patched"], reordered=result.get("reordered"), floor=floor
+        )
         (compared.assert_bitwise if bitwise and len(results) <= 2 else compared.assert_equal)()
         counters = result["counters"]
         assert (counters["steps"] >= steps) if steps else counters["steps"] == 0, (rank, counters)

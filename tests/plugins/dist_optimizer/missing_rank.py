@@ -25,10 +25,18 @@ def away(point: str, step: int) -> None:
 def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": {"copy_engines": "on", "min_param_numel": 0}})
+    ovpatch.apply(
+        "ddp",
+        "dist_optimizer",
+        options={"dist_optimizer": {"copy_engines": "on", "min_param_numel": 0}},
+    )
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
-    layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]).to(device)
-    layers[2].register_full_backward_hook(lambda *_: away("end of backward", steps[-1]))  # some are on their way then
+    layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]).to(
+        device
+    )
+    layers[2].register_full_backward_hook(
+        lambda *_: away("end of backward", steps[-1])
+    )  # some are on their way then
     model, steps = DistributedDataParallel(layers, bucket_cap_mb=1), [0]
     opt = torch.optim.AdamW(model.parameters())
     for step in range(5):

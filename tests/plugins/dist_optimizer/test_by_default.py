@@ -25,7 +25,11 @@ from tests.plugins.dist_optimizer.test_sharding_choice import SPARED, border
 
 STEPS = 6
 FEATURE = "dist_optimizer"
-WORK = {"torch.optim.optimizer.Optimizer.zero_grad", "torch.nn.utils.clip_grad._get_total_norm", "optimizer step"}
+WORK = {
+    "torch.optim.optimizer.Optimizer.zero_grad",
+    "torch.nn.utils.clip_grad._get_total_norm",
+    "optimizer step",
+}
 
 
 def plain() -> Any:
@@ -35,7 +39,9 @@ def plain() -> Any:
 
 def patched() -> set[str]:
     return {
-        status.target for status in ovpatch.report().patches if status.feature == FEATURE and status.state == "applied"
+        status.target
+        for status in ovpatch.report().patches
+        if status.feature == FEATURE and status.state == "applied"
     }
 
 
@@ -55,7 +61,9 @@ def test_by_default_each_models_choice_and_by_name_all():
         assert shard_option() == "always"
 
 
-@pytest.mark.parametrize("variable", [("OVPATCH", "+dist_optimizer"), ("OVPATCH_DIST_OPTIMIZER", "1")])
+@pytest.mark.parametrize(
+    "variable", [("OVPATCH", "+dist_optimizer"), ("OVPATCH_DIST_OPTIMIZER", "1")]
+)
 def test_the_environment_names_it(monkeypatch, variable):
     monkeypatch.setenv(*variable)
     with ovpatch.applied():
@@ -141,7 +149,10 @@ def train_with_names_from_before(clip: Callable[..., Any]) -> list[Record]:
     for step in range(STEPS):
         opt.zero_grad()
         model(data(step, 5, 6)).square().mean().backward()
-        norms = {"clip": clip(model.parameters(), 0.1), "total": get_total_norm([p.grad for p in model.parameters()])}
+        norms = {
+            "clip": clip(model.parameters(), 0.1),
+            "total": get_total_norm([p.grad for p in model.parameters()]),
+        }
         opt.step()
         records.append(norms | params(model))
     return records
@@ -149,14 +160,18 @@ def train_with_names_from_before(clip: Callable[..., Any]) -> list[Record]:
 
 def both_with_names_from_before() -> dict[str, Any]:
     with border(SPARED):
-        return run_both(functools.partial(train_with_names_from_before, clip_grad_norm_), apply=plain)
+        return run_both(
+            functools.partial(train_with_names_from_before, clip_grad_norm_), apply=plain
+        )
 
 
 def test_functions_that_were_taken_by_name_before_know_shards(ranks):
     results = ranks(2)(both_with_names_from_before)
     check(results, steps=STEPS, bitwise=False)  # norms are summed from shards
     for result in results:
-        assert result["counters"]["norms"] >= 2 * (STEPS - 2)  # from shards, from the third backward on
+        assert result["counters"]["norms"] >= 2 * (
+            STEPS - 2
+        )  # from shards, from the third backward on
         assert result["counters"]["grads_read"] == 0
 
 

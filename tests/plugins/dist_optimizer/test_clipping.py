@@ -16,7 +16,12 @@ from tests.plugins.ddp.arms import Record, data, table
 from tests.plugins.dist_optimizer.checks import all_cases, both, check, check_all, ddp, on, params
 from tests.support.equality import compare
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 ORDERS = (2.0, 0.5, math.inf)  # but for inf there is one way
 STEPS = 5
 
@@ -35,7 +40,9 @@ class Net(nn.Module):
         return out.float() * self.scale.sum().float()
 
 
-def clipped(dtypes: tuple[torch.dtype, ...], order: float, factor: float, foreach: bool | None = None) -> list[Any]:
+def clipped(
+    dtypes: tuple[torch.dtype, ...], order: float, factor: float, foreach: bool | None = None
+) -> list[Any]:
     """Return the norm, the gradients after clipping, and the parameters, of each step."""
     model = ddp(Net(*dtypes))
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -43,7 +50,9 @@ def clipped(dtypes: tuple[torch.dtype, ...], order: float, factor: float, foreac
     for step in range(STEPS):
         opt.zero_grad()
         (model(data(step, 4, 6)).mean() * factor).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order, foreach=foreach)
+        norm = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), 0.1, norm_type=order, foreach=foreach
+        )
         opt.step()
         records.append({"norm": norm, **params(model)})
     records.append({name: param.grad.clone() for name, param in model.named_parameters()})
@@ -114,7 +123,9 @@ def test_all_ranks_find_the_same_bits(ranks, world, read):
 
 # --- references that were taken before ---
 
-HELD = functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.05)  # nothing rebinds what is inside
+HELD = functools.partial(
+    torch.nn.utils.clip_grad_norm_, max_norm=0.05
+)  # nothing rebinds what is inside
 
 
 def clipped_by(how: str) -> list[Any]:
@@ -130,7 +141,9 @@ def clipped_by(how: str) -> list[Any]:
         elif how == "generator":
             norm = torch.nn.utils.clip_grad_norm_((p for p in model.parameters()), 0.05)
         else:
-            norm = torch.nn.utils.clip_grad_norm_(iter(dict(model.named_parameters()).values()), 0.05)
+            norm = torch.nn.utils.clip_grad_norm_(
+                iter(dict(model.named_parameters()).values()), 0.05
+            )
         opt.step()
         records.append({"norm": norm, **params(model)})
     with pytest.warns(UserWarning, match="empty generator"):
@@ -178,13 +191,17 @@ def replaced(who: str, how: str) -> list[Record]:
     return records
 
 
-REPLACED = table(who=["one", "all", "none"], how=["clipped", "scaled", "scaled and clipped", "by hand"])
+REPLACED = table(
+    who=["one", "all", "none"], how=["clipped", "scaled", "scaled and clipped", "by hand"]
+)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_rank_may_replace_a_gradient(ranks, world):
     results = ranks(world)(all_cases, replaced, on(world, REPLACED))
-    check_all(results, check=lambda results, **_: check(results, steps=5, bitwise=False, by_parts=None))
+    check_all(
+        results, check=lambda results, **_: check(results, steps=5, bitwise=False, by_parts=None)
+    )
 
 
 def dropped() -> list[Record]:
@@ -215,7 +232,9 @@ def normalised(norms: list[torch.Tensor] | None = None) -> tuple[list[torch.Tens
         norms: What to clip by in each step; by default what torch finds.
     """
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(32, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 60), nn.BatchNorm1d(60))
+    net = nn.Sequential(
+        nn.Linear(32, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 60), nn.BatchNorm1d(60)
+    )
     model = ddp(net)
     averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -229,7 +248,12 @@ def normalised(norms: list[torch.Tensor] | None = None) -> tuple[list[torch.Tens
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norms[step])
         opt.step()
         averaged.update_parameters(net)
-        records.append({"param": params(model), "averaged": {n: t.clone() for n, t in averaged.state_dict().items()}})
+        records.append(
+            {
+                "param": params(model),
+                "averaged": {n: t.clone() for n, t in averaged.state_dict().items()},
+            }
+        )
     return found, records
 
 

@@ -77,7 +77,9 @@ def test_before_on_one_rank_and_after_on_another(ranks, world):
 
 
 def all_cases_in_a_hurry(*args: Any) -> Any:
-    with mock.patch.object(selection, "IDLE_S", 2.0):  # which the first step waits before it leaves copy engines alone
+    with mock.patch.object(
+        selection, "IDLE_S", 2.0
+    ):  # which the first step waits before it leaves copy engines alone
         return all_cases(*args)
 
 
@@ -100,7 +102,9 @@ def by_a_thread() -> list[Record]:
         model(data(step, 5, 6)).square().mean().backward()
         found = [torch.full((size,), float(step + dist.get_rank())) for size in (3, 1000)]
 
-        def add_up(found: list[torch.Tensor] = found, pause: float = 0.002 * pauses.random()) -> None:
+        def add_up(
+            found: list[torch.Tensor] = found, pause: float = 0.002 * pauses.random()
+        ) -> None:
             time.sleep(pause)
             for one in found:
                 dist.all_reduce(one)

@@ -17,7 +17,10 @@ from tests.support.equality import compare
 
 def counted(outside: bool, overlap: bool) -> dict[str, Any]:
     result = both(loop_compiled_and_counted, outside, options={"overlap_param_gather": overlap})
-    return {**result, "graphs": [arm.pop(-1)["graphs"] for arm in (result["stock"], result["patched"])]}
+    return {
+        **result,
+        "graphs": [arm.pop(-1)["graphs"] for arm in (result["stock"], result["patched"])],
+    }
 
 
 # Without overlap no parameter is on its way, wherever the code is compiled.
@@ -26,7 +29,9 @@ def test_compiled_training_equals_stock_and_compiles_no_more_graphs(ranks, outsi
     for result in ranks(2)(counted, outside, overlap, timeout=120):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["steps"] == 4
-        assert result["counters"]["gathers_overlapped"] == (result["counters"]["gathers"] if overlap else 0)
+        assert result["counters"]["gathers_overlapped"] == (
+            result["counters"]["gathers"] if overlap else 0
+        )
         assert result["graphs"][0] == result["graphs"][1]
         assert result["graphs"][1]["unique_graphs"] > 0
 
@@ -59,13 +64,19 @@ def looked_at() -> list[Any]:
         optimizer.step()
     frames = torch._dynamo.convert_frame.FRAME_COUNTER
     torch._dynamo.reset()
-    names = sorted(event.name for event in profile.events() if "Dynamo" in event.name or "Compiled" in event.name)
+    names = sorted(
+        event.name
+        for event in profile.events()
+        if "Dynamo" in event.name or "Compiled" in event.name
+    )
     return [frames, *names]
 
 
 @pytest.mark.parametrize("granularity", ["size", "layer"])
 def test_compiled_blocks_are_looked_up_as_often_as_under_stock(ranks, granularity):
-    for result in ranks(2)(both, looked_at, options={"gather_granularity": granularity}, timeout=120):
+    for result in ranks(2)(
+        both, looked_at, options={"gather_granularity": granularity}, timeout=120
+    ):
         assert result["counters"]["gathers_overlapped"] == (5 if granularity == "size" else 15)
         assert result["stock"] == result["patched"]
         assert result["stock"][0] == 1
@@ -86,9 +97,13 @@ def compiled_later(kind: str) -> list[Any]:
     return records
 
 
-@pytest.mark.parametrize(("kind", "world"), [("adamw", 2), ("sgd", 3)])  # each kind, and even and uneven parts
+@pytest.mark.parametrize(
+    ("kind", "world"), [("adamw", 2), ("sgd", 3)]
+)  # each kind, and even and uneven parts
 def test_a_step_that_is_compiled_later_makes_its_optimizer_stock(ranks, world, kind):
-    for result in ranks(world)(both, compiled_later, kind, options={"min_param_numel": 1}, timeout=120):
+    for result in ranks(world)(
+        both, compiled_later, kind, options={"min_param_numel": 1}, timeout=120
+    ):
         torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
         assert result["counters"]["steps"] == 4
         assert result["counters"]["stock_optimizers"] == 1

@@ -61,7 +61,9 @@ def check_copied(results: list[Any], **demands: Any) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_loops_on_cpus(ranks, world):
     styles = some(named("style", test_loop_styles.STYLES))
-    check_copied(ranks(world)(on_cpus, test_loop_styles.train, on(world, styles), options=BY_COPIES))
+    check_copied(
+        ranks(world)(on_cpus, test_loop_styles.train, on(world, styles), options=BY_COPIES)
+    )
     cases = {"adamw": {"optimizer": "adamw", "steps": 8}}
     check_copied(ranks(world)(on_cpus, test_loops.train, cases, options=BY_COPIES), steps=8)
 
@@ -75,7 +77,12 @@ def attended() -> list[Any]:
             return  # at the end of a backward
         beside = communicator is step_communicator(group, device) is not group
         calls.append(
-            (group is dist.group.WORLD, str(device), selection.find_gatherer(group, device) is not None, beside)
+            (
+                group is dist.group.WORLD,
+                str(device),
+                selection.find_gatherer(group, device) is not None,
+                beside,
+            )
         )
 
     with mock.patch.object(selection, "attend", attend):
@@ -106,7 +113,9 @@ def order_of_a_step() -> list[str]:
             mock.patch.object(selection, "choose", choose),
             mock.patch.object(ParamAllGather, "begin_update", update),
         ):
-            all_cases(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
+            all_cases(
+                test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES
+            )
     return calls
 
 
@@ -142,7 +151,9 @@ def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch)
     calls: list[str] = []
     for owner, name in ((optimizer_attach.pending_param, "wait_for_all"), (selection, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
-    monkeypatch.setattr(optimizer_attach.PeerRpc, "shutdown_all", lambda group: calls.append("drain"))
+    monkeypatch.setattr(
+        optimizer_attach.PeerRpc, "shutdown_all", lambda group: calls.append("drain")
+    )
     monkeypatch.setattr(selection, "forget", lambda group: calls.append(f"forget {group}"))
     destroy = optimizer_attach.wrap_destroy(lambda group: calls.append("destroy"))
     destroy("one")
@@ -172,7 +183,13 @@ def test_loops_on_gpus(ranks):
     styles = named("style", test_loop_styles.STYLES)
     check_copied(ranks(2)(all_cases, test_loop_styles.train, styles, options=BY_COPIES, **NCCL))
     halves = {name: {"kind": name, "dtype": torch.bfloat16} for name in test_main_params.OPTIMIZERS}
-    results = ranks(2)(all_cases, test_main_params.train, halves, options=BY_COPIES | test_main_params.IN_FP32, **NCCL)
+    results = ranks(2)(
+        all_cases,
+        test_main_params.train,
+        halves,
+        options=BY_COPIES | test_main_params.IN_FP32,
+        **NCCL,
+    )
     check_copied(results, steps=test_main_params.STEPS)
 
 
@@ -186,7 +203,10 @@ def many(repetitions: int) -> list[int]:
     for repetition in range(repetitions):
         sizes = [same.randint(1, 400_000) for _ in range(same.randint(1, 5))]
         given = [
-            [torch.full((size,), float(r + i + repetition % 50), device=device) for i, size in enumerate(sizes)]
+            [
+                torch.full((size,), float(r + i + repetition % 50), device=device)
+                for i, size in enumerate(sizes)
+            ]
             for r in range(world)
         ]
         if late.random() < 0.3:
@@ -199,13 +219,18 @@ def many(repetitions: int) -> list[int]:
         stream = torch.cuda.Stream() if late.random() < 0.3 else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            works = [*engine.gather(wholes, given[rank]), *engine.scatter(sums, spread, average=False)]
+            works = [
+                *engine.gather(wholes, given[rank]),
+                *engine.scatter(sums, spread, average=False),
+            ]
         for work in works:
             work.wait()
         torch.cuda.current_stream().wait_stream(stream)
         for i in range(len(sizes)):
             total = sum(one[i] for one in given) + world * rank
-            right = torch.equal(wholes[i], torch.cat([one[i] for one in given])) and torch.equal(sums[i], total)
+            right = torch.equal(wholes[i], torch.cat([one[i] for one in given])) and torch.equal(
+                sums[i], total
+            )
             wrong += [] if right else [repetition]
     assert engine.drain(timeout_s=60)
     return wrong
@@ -224,7 +249,9 @@ def chosen() -> dict[str, Any]:
         for step in range(3):
             model(data(step, 5, 6)).square().mean().backward()
             opt.step()
-        lines = [line for line in ovpatch.report()["dist_optimizer"].remarks if "beside products" in line]
+        lines = [
+            line for line in ovpatch.report()["dist_optimizer"].remarks if "beside products" in line
+        ]
         del model, opt
     return {"lines": lines}
 

@@ -105,7 +105,10 @@ def loop_of_backwards() -> list[Any]:
 @pytest.mark.parametrize("copy_engines", ["off", "auto"])
 def test_forward_and_backward(ranks, copy_engines):
     options = {"copy_engines": copy_engines}
-    check_all([{"": r} for r in ranks(2)(both, loop_of_backwards, options=options, **GPU)], steps=12 + 6 + 3)
+    check_all(
+        [{"": r} for r in ranks(2)(both, loop_of_backwards, options=options, **GPU)],
+        steps=12 + 6 + 3,
+    )
 
 
 @pytest.mark.gpu(2)
@@ -138,11 +141,15 @@ def loop_of_two_captures() -> list[Any]:
                 records.append({name: grad.clone() for name, grad in grads.items()})
                 if optimizer_attach.find_sharded(optimizer) is not None:
                     sharded = True
-                    with pytest.raises(RuntimeError, match="AdamW would be captured into a CUDA graph"):
+                    with pytest.raises(
+                        RuntimeError, match="AdamW would be captured into a CUDA graph"
+                    ):
                         optimizer.step()
         by_parts = any(isinstance(grad, LazyTensor) for grad in grads.values())
         del grads  # a gradient that is kept beyond the next backward counts as read
-        assert by_parts == (sharded and number in (3, 4, 6, 7, 8)), f"{number}: casting and reading votes takes a host"
+        assert by_parts == (sharded and number in (3, 4, 6, 7, 8)), (
+            f"{number}: casting and reading votes takes a host"
+        )
         optimizer.step()
     return [*records, params(model)]
 
@@ -177,7 +184,10 @@ def test_an_optimizer_that_may_be_captured_stays_stock():
 def test_replays_between_steps(ranks, when):
     for copy_engines in ("off", "auto"):
         options = {"copy_engines": copy_engines}
-        check_all([{"": r} for r in ranks(2)(both, loop_of_replays, when, options=options, **GPU)], steps=5)
+        check_all(
+            [{"": r} for r in ranks(2)(both, loop_of_replays, when, options=options, **GPU)],
+            steps=5,
+        )
 
 
 @pytest.mark.gpu(2)

@@ -43,18 +43,26 @@ CPU_ONLY = ("adagrad, fused",)
 NCCL = {"backend": "nccl", "timeout": 90}
 
 
-def named(name: str, values: Any, without: tuple[str, ...] = (), **more: Any) -> dict[str, dict[str, Any]]:
+def named(
+    name: str, values: Any, without: tuple[str, ...] = (), **more: Any
+) -> dict[str, dict[str, Any]]:
     return {value: {name: value, **more} for value in values if value not in without}
 
 
 def test_optimizers(ranks):
     kinds = named("kind", test_optimizer_kinds.KINDS, without=CPU_ONLY)
-    check_all(ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL), steps=test_optimizer_kinds.STEPS)
+    check_all(
+        ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL),
+        steps=test_optimizer_kinds.STEPS,
+    )
 
 
 def test_optimizers_in_low_precision(ranks):
     kinds = named("kind", test_optimizer_kinds.KINDS, without=CPU_ONLY, low_precision=True)
-    check_all(ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL), steps=test_optimizer_kinds.STEPS)
+    check_all(
+        ranks(2)(all_cases, test_optimizer_kinds.train, kinds, **NCCL),
+        steps=test_optimizer_kinds.STEPS,
+    )
 
 
 @pytest.mark.parametrize("kind", test_whole_parameters.KINDS)
@@ -69,24 +77,35 @@ def test_optimizers_that_need_whole_parameters(ranks, kind):
 def test_state_of_whole_parameters(ranks, kind):
     named = {"options": test_whole_parameters.NAMED, **NCCL}
     for reader in test_state.READERS:
-        one = ranks(2)(both, test_whole_parameters.instead, kind, test_state.one_rank, reader, 0, **named)[0]
+        one = ranks(2)(
+            both, test_whole_parameters.instead, kind, test_state.one_rank, reader, 0, **named
+        )[0]
         compare(one["stock"], one["patched"]).assert_bitwise()
     for loop in (test_whole_parameters_state.resumed, test_whole_parameters_state.changed_by_hand):
         args = (False,) if loop is test_whole_parameters_state.resumed else ()
         for result in ranks(2)(both, loop, kind, *args, **named):
             compare(result["stock"], result["patched"]).assert_bitwise()
-    check_each(ranks(2)(all_cases, test_whole_parameters.instead, test_whole_parameters.scaled(kind), **named))
+    check_each(
+        ranks(2)(
+            all_cases, test_whole_parameters.instead, test_whole_parameters.scaled(kind), **named
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", test_main_params.HALVES)
 def test_main_params_in_fp32(ranks, dtype):
     kinds = named("kind", test_main_params.OPTIMIZERS, dtype=dtype)
     named_options = {"options": test_main_params.IN_FP32, **NCCL}
-    check_all(ranks(2)(all_cases, test_main_params.train, kinds, **named_options), steps=test_main_params.STEPS)
+    check_all(
+        ranks(2)(all_cases, test_main_params.train, kinds, **named_options),
+        steps=test_main_params.STEPS,
+    )
     for expected, ours in ranks(2)(test_main_params.both_in_fp32, 4, **NCCL):
         compare(expected[4:], ours[4:]).assert_bitwise()
     for kind in ("momentum", "adamw, fused"):
-        for whole, piece in ranks(2)(test_main_params.resumed, kind, [test_main_params.STEPS, 4], True, **NCCL):
+        for whole, piece in ranks(2)(
+            test_main_params.resumed, kind, [test_main_params.STEPS, 4], True, **NCCL
+        ):
             compare(whole, piece).assert_bitwise()
 
 
@@ -112,11 +131,15 @@ def capturable(cls: type[torch.optim.Optimizer], **kwargs: Any) -> list[Record]:
 
 
 def test_styles(ranks):
-    check_all(ranks(2)(all_cases, test_loop_styles.train, named("style", test_loop_styles.STYLES), **NCCL))
+    check_all(
+        ranks(2)(all_cases, test_loop_styles.train, named("style", test_loop_styles.STYLES), **NCCL)
+    )
 
 
 def test_models_and_their_optimizers(ranks):
-    check_all(ranks(2)(all_cases, test_models.train, test_models.CASES, **NCCL), steps=test_models.STEPS)
+    check_all(
+        ranks(2)(all_cases, test_models.train, test_models.CASES, **NCCL), steps=test_models.STEPS
+    )
     check_all(ranks(2)(all_cases, test_models.adversaries, {"": {}}, **NCCL))
     check_all(ranks(2)(all_cases, test_models.several_models, {"": {"optimizers": 1}}, **NCCL))
 
@@ -148,7 +171,9 @@ def test_one_rank_alone_reads_the_state(ranks, reader):
 
 def test_checkpoints_written_and_read(ranks):
     for full in (False, True):
-        for result in ranks(2)(both, test_whole_parameters_state.by_dcp, "adamw", full, False, **NCCL):
+        for result in ranks(2)(
+            both, test_whole_parameters_state.by_dcp, "adamw", full, False, **NCCL
+        ):
             compare(result["stock"], result["patched"]).assert_bitwise()
     same_bits(ranks(2)(both, test_whole_parameters_state.resumed, "adamw", False, **NCCL))
 
@@ -160,7 +185,9 @@ def test_scalers(ranks, fused):
         scales = [[record["scale"] for record in result[arm]] for arm in ("stock", "patched")]
         assert scales[0] == scales[1]
         for step in test_scaler.SPOILT:
-            assert scales[0][step] == scales[0][step - 1] / 2, "no step was skipped, so the test shows nothing"
+            assert scales[0][step] == scales[0][step - 1] / 2, (
+                "no step was skipped, so the test shows nothing"
+            )
 
 
 def test_failures(ranks):
@@ -260,7 +287,10 @@ def on_a_side_stream() -> Iterator[None]:
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
     """Return a digest of each parameter's bits, which is less to send than the parameters."""
-    return {name: p.detach().view(torch.int32).sum(dtype=torch.int64) for name, p in model.named_parameters()}
+    return {
+        name: p.detach().view(torch.int32).sum(dtype=torch.int64)
+        for name, p in model.named_parameters()
+    }
 
 
 def wide(
@@ -284,7 +314,10 @@ def wide(
     where: dict[str, Callable[[], Any]] = {side: on_a_side_stream} if side else {}
     for step in range(steps):
         with where.get("all", nullcontext)():
-            with where.get("forward", nullcontext)(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            with (
+                where.get("forward", nullcontext)(),
+                torch.autocast("cuda", torch.bfloat16, enabled=autocast),
+            ):
                 loss = trained(data(step, 2048, 1024)).float().square().mean()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(raw.parameters(), clip) if clip else None
@@ -315,7 +348,11 @@ WIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("granularity", ["size", "layer", "module"])
 def test_streams(ranks, overlap, granularity):
-    options = {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
+    options = {
+        "overlap_param_gather": overlap,
+        "gather_granularity": granularity,
+        "gather_bucket_mb": 3.0,
+    }
     cases = WIDE if granularity == "size" else {"autocast": {}}
     check_all(ranks(2)(all_cases, wide, cases, options=options, **NCCL), steps=12)
 
@@ -323,7 +360,11 @@ def test_streams(ranks, overlap, granularity):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("granularity", ["size", "layer", "module"])
 def test_clipped(ranks, gpus, overlap, granularity):
-    options = {"overlap_param_gather": overlap, "gather_granularity": granularity, "gather_bucket_mb": 3.0}
+    options = {
+        "overlap_param_gather": overlap,
+        "gather_granularity": granularity,
+        "gather_bucket_mb": 3.0,
+    }
     results = ranks(gpus)(all_cases, wide, {"": {"clip": 0.01}}, options=options, **NCCL)
     check_all(results, steps=12, bitwise=False)
 
@@ -334,11 +375,15 @@ def test_clipped(ranks, gpus, overlap, granularity):
 def test_memory_is_not_given_back_before_it_was_read(ranks, hooks, in_flight, copy_engines):
     options = {"grads_in_flight_mb": in_flight, "copy_engines": copy_engines}
     cases = {"": {"hooks": hooks, "wrap": ddp}}
-    check_all(ranks(2)(all_cases, loop_memory_of_another_stream, cases, options=options, **NCCL), steps=8)
+    check_all(
+        ranks(2)(all_cases, loop_memory_of_another_stream, cases, options=options, **NCCL), steps=8
+    )
 
 
 @pytest.mark.parametrize("around", ["model", "wrapper"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_torch_compile(ranks, around, overlap):
     options = {"overlap_param_gather": overlap}
-    check_all(ranks(2)(all_cases, wide, {"": {"compiled": around}}, options=options, **NCCL), steps=12)
+    check_all(
+        ranks(2)(all_cases, wide, {"": {"compiled": around}}, options=options, **NCCL), steps=12
+    )

@@ -81,8 +81,12 @@ def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
     # In many buckets, so that ranks meet while backward still computes.
     more = {"static_graph": True, "bucket_cap_mb": 1e-4} if made is Twice else {}
     model = ddp(made(dtype), find_unused_parameters=style == "unused", **more)
-    left = [model.module.factor] if style == "kept beside" else []  # in no optimizer: its gradient is never cleared
-    opt = torch.optim.AdamW([param for param in model.parameters() if not any(param is one for one in left)], 1e-2)
+    left = (
+        [model.module.factor] if style == "kept beside" else []
+    )  # in no optimizer: its gradient is never cleared
+    opt = torch.optim.AdamW(
+        [param for param in model.parameters() if not any(param is one for one in left)], 1e-2
+    )
     records: list[Record] = []
     if style == "hooked":
         model.module.other.weight.register_hook(lambda grad: grad * 2)
@@ -93,7 +97,10 @@ def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
         micros, interrupted = microbatches(style, number), style == "interrupted" and number == 6
         for micro in range(micros):
             with contextlib.nullcontext() if micro == micros - 1 else model.no_sync():
-                both, fails = style != "unused" or number % 2 == 0, interrupted and dist.get_rank() == 0
+                both, fails = (
+                    style != "unused" or number % 2 == 0,
+                    interrupted and dist.get_rank() == 0,
+                )
                 out = model(data(number, 5, 6, micro=micro).to(dtype), both, fails)
                 # The rank that is interrupted says so, the other one hears of it.
                 with pytest.raises(RuntimeError) if interrupted else contextlib.nullcontext():
@@ -115,11 +122,16 @@ def watched(sent: Sent) -> Iterator[None]:
         sent[-1].update(one.dtype for one in inputs)
         return real(self, outputs, inputs, average=average)
 
-    with mock.patch.object(Engine, "scatter", scatter), mock.patch.object(host_barrier, "is_needed", return_value=True):
+    with (
+        mock.patch.object(Engine, "scatter", scatter),
+        mock.patch.object(host_barrier, "is_needed", return_value=True),
+    ):
         yield
 
 
-def arms(style: str, dtype: torch.dtype, ddp_options: dict[str, Any]) -> dict[str, tuple[list[Record], Sent]]:
+def arms(
+    style: str, dtype: torch.dtype, ddp_options: dict[str, Any]
+) -> dict[str, tuple[list[Record], Sent]]:
     """Train twice: with gradients that are cast before they are sent, and with such as are sent as they are."""
     options = {"ddp": ddp_options, "dist_optimizer": SMALL | IN_FP32 | BY_COPIES}
     found = {}
@@ -128,7 +140,9 @@ def arms(style: str, dtype: torch.dtype, ddp_options: dict[str, Any]) -> dict[st
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched(sent))
             if name == "cast":
-                stack.enter_context(mock.patch.object(ShardedGrads, "before_first_collective", autospec=True))
+                stack.enter_context(
+                    mock.patch.object(ShardedGrads, "before_first_collective", autospec=True)
+                )
             if dist.get_backend() == "gloo":
                 stack.enter_context(in_files())
             stack.enter_context(ovpatch.applied("ddp", "dist_optimizer", options=options))
@@ -137,13 +151,17 @@ def arms(style: str, dtype: torch.dtype, ddp_options: dict[str, Any]) -> dict[st
     return found
 
 
-def check(results: list[dict[str, tuple[list[Record], Sent]]], dtype: torch.dtype, cast: set[int]) -> None:
+def check(
+    results: list[dict[str, tuple[list[Record], Sent]]], dtype: torch.dtype, cast: set[int]
+) -> None:
     """Demand the bits of gradients that are cast, and that only steps ``cast`` have cast them."""
     wide = {torch.float32}
     for result in results:
         expected, sent_cast = result["cast"]
         ours, sent = result["as they are"]
-        compare(expected, ours).assert_bitwise() if len(results) == 2 else compare(expected, ours).assert_equal()
+        compare(expected, ours).assert_bitwise() if len(results) == 2 else compare(
+            expected, ours
+        ).assert_equal()
         by_parts = [number for number, dtypes in enumerate(sent_cast) if dtypes]
         assert len(by_parts) >= STEPS // 2, "gradients are hardly ever scattered"
         assert [sent_cast[number] for number in by_parts] == [wide] * len(by_parts)
@@ -152,7 +170,9 @@ def check(results: list[dict[str, tuple[list[Record], Sent]]], dtype: torch.dtyp
             assert dtypes == (here if number in by_parts else set()), (number, sent)
 
 
-@pytest.mark.parametrize(("dtype", "world"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.bfloat16, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "world"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.bfloat16, 3)]
+)
 def test_one_microbatch_is_sent_as_it_is(ranks, world, dtype):
     check(ranks(world)(arms, "plain", dtype, BOTH_IN_FP32), dtype, set())
 
@@ -182,7 +202,9 @@ def arms_of_two_devices(*args: Any) -> dict[str, tuple[list[Record], Sent]]:
 
 
 def test_with_several_devices_gradients_are_cast(ranks):
-    check(ranks(2)(arms_of_two_devices, "plain", torch.bfloat16, BOTH_IN_FP32), torch.bfloat16, EVERY)
+    check(
+        ranks(2)(arms_of_two_devices, "plain", torch.bfloat16, BOTH_IN_FP32), torch.bfloat16, EVERY
+    )
 
 
 @pytest.mark.parametrize("style", ["accumulated", "kept"])

@@ -96,9 +96,17 @@ def check_held(results: list[dict[str, Any]]) -> None:
 def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world):
     cases = dict[str, Any]()
     for kind in ("adamw", *KINDS):
-        wanted = list(table(kind=[kind], how=HOLDERS, when=["after", "before"], write=[True, False]).items())
-        if kind == "adamw" and world == 2:  # half of them: each holder at both times, and in both ways
-            cases |= {name: case for i, (name, case) in enumerate(wanted) if (i + i // 2 + i // 4) % 2 == 0}
+        wanted = list(
+            table(kind=[kind], how=HOLDERS, when=["after", "before"], write=[True, False]).items()
+        )
+        if (
+            kind == "adamw" and world == 2
+        ):  # half of them: each holder at both times, and in both ways
+            cases |= {
+                name: case
+                for i, (name, case) in enumerate(wanted)
+                if (i + i // 2 + i // 4) % 2 == 0
+            }
         elif kind in ("adamw", "lamb") or ALL_CASES:  # every third: both holders, times and ways
             cases |= wanted[::3]
         elif world == 2:  # updated as lamb is
@@ -125,7 +133,9 @@ def viewed(kind: str, how: str) -> dict[str, Any]:
         "views": [plain(view, like) for view, like in zip(views, old, strict=True)],
         "state": [tensor.clone() for tensor in now],
         "live": [tensor is new for tensor, new in zip(tensors, now, strict=True)],
-        "remarks": [text for text in report.list_remarks() if "shares the memory of optimizer state" in text],
+        "remarks": [
+            text for text in report.list_remarks() if "shares the memory of optimizer state" in text
+        ],
     }
 
 
@@ -152,9 +162,13 @@ def test_views_of_state_keep_the_values_that_they_had(ranks, kind):
             compare(stock["params"], patched["params"]).assert_bitwise()
             compare(stock["state"], patched["state"]).assert_bitwise()
             # A view of stock's shows the state; it would show memory that was freed here if its tensor did not keep it.
-            compare({f"{name}: views": patched["old"]}, {f"{name}: views": patched["views"]}).assert_bitwise()
+            compare(
+                {f"{name}: views": patched["old"]}, {f"{name}: views": patched["views"]}
+            ).assert_bitwise()
             # torch keeps no reference from these to the tensor object, so it may get other memory.
-            assert set(patched["live"]) == {name.rpartition("how ")[2] in ("detached", "data", "numpy")}, name
+            assert set(patched["live"]) == {
+                name.rpartition("how ")[2] in ("detached", "data", "numpy")
+            }, name
             [text] = patched["remarks"]
             assert text.endswith("again after each step.")
 
@@ -261,7 +275,9 @@ def kept_for_peers() -> tuple[int, int]:
         step(model, [opt], 0)
         del opt
         gc.collect()
-        ended = wrap_destroy(dist.destroy_process_group)  # one that was called before the feature was turned off
+        ended = wrap_destroy(
+            dist.destroy_process_group
+        )  # one that was called before the feature was turned off
     found = [sum(len(kept.retained) for _, kept in group_values(retention.Retention, group))]
     ended(group)
     return found[0], sum(len(kept.retained) for _, kept in group_values(retention.Retention))

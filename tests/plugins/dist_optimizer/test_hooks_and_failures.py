@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
@@ -34,7 +37,9 @@ def sight(opt: Optimizer) -> list[Any]:
     shapes = [(p.shape, None if p.grad is None else p.grad.shape) for p in ones]
     assert all(grad is None or whole == grad for whole, grad in shapes)
     states = [
-        {n: tuple(v.shape) for n, v in opt.state[p].items() if torch.is_tensor(v)} for p in ones if p in opt.state
+        {n: tuple(v.shape) for n, v in opt.state[p].items() if torch.is_tensor(v)}
+        for p in ones
+        if p in opt.state
     ]
     return [[tuple(whole) for whole, _ in shapes], states]
 
@@ -58,7 +63,9 @@ def hooked(look: bool) -> list[Record]:
     ]
     opt.register_state_dict_pre_hook(lambda o: seen.append(sight(o)))
     opt.register_state_dict_post_hook(
-        lambda o, s: seen.append([[tuple(v.shape) for v in one.values()] for one in s["state"].values()])
+        lambda o, s: seen.append(
+            [[tuple(v.shape) for v in one.values()] for one in s["state"].values()]
+        )
     )
     records = []
     for step in range(8):
@@ -130,7 +137,10 @@ def interrupted() -> list[Record]:
         opt.zero_grad()
         model(data(step, 5, 6)).sum().backward()
         if step == 4:
-            with mock.patch.object(torch, "_foreach_add_", interrupt), pytest.raises(KeyboardInterrupt):
+            with (
+                mock.patch.object(torch, "_foreach_add_", interrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 opt.step()
         else:
             opt.step()
@@ -233,13 +243,21 @@ def local_steps(style: str) -> list[Record]:
                     dist.all_reduce(p)
                     p /= dist.get_world_size()
         records.append(params(model))
-    return [*records, {"steps": [float(state["step"]) for state in opt.state_dict()["state"].values()]}]
+    return [
+        *records,
+        {"steps": [float(state["step"]) for state in opt.state_dict()["state"].values()]},
+    ]
 
 
 @pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
 def test_steps_on_local_gradients_are_stocks(ranks, style):
     steps = 0 if style in ("all", "ends") else 1
-    check_all(ranks(2)(all_cases, local_steps, {style: {"style": style}}), steps=steps, stock=1, by_parts=None)
+    check_all(
+        ranks(2)(all_cases, local_steps, {style: {"style": style}}),
+        steps=steps,
+        stock=1,
+        by_parts=None,
+    )
 
 
 def local_before_another(beside: bool) -> list[Record]:
@@ -254,7 +272,13 @@ def local_before_another(beside: bool) -> list[Record]:
         opt.step()
         opt.zero_grad()
         if step >= 3:
-            opt = opts[step % 2] if beside else OPTIMIZERS["sgd"](model.parameters()) if step == 3 else opt
+            opt = (
+                opts[step % 2]
+                if beside
+                else OPTIMIZERS["sgd"](model.parameters())
+                if step == 3
+                else opt
+            )
         elif beside:
             opts[1].step()
         records.append(params(model))
@@ -341,7 +365,9 @@ def lost() -> tuple[list[str], bool, bool]:
     """Parameters of rank 0 never arrive; return what it is told when it reads, and whether that ends with the model."""
     said = []
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        model = DistributedDataParallel(net(), process_group=dist.new_group(timeout=timedelta(seconds=3)))
+        model = DistributedDataParallel(
+            net(), process_group=dist.new_group(timeout=timedelta(seconds=3))
+        )
         opt = OPTIMIZERS["adamw"](model.parameters())
         for step in range(2):
             model(data(step, 5, 6)).square().mean().backward()
@@ -375,7 +401,10 @@ def dropped(ending: str) -> tuple[bool, bool, bool]:
     """Drop model and optimizer right after a step; return whether parameters were pending, then, and are alive."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model, other = ddp(net()), ddp(net())
-        opt, others = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](other.parameters())
+        opt, others = (
+            OPTIMIZERS["adamw"](model.parameters()),
+            OPTIMIZERS["adamw"](other.parameters()),
+        )
         for step in range(3):
             model(data(step, 5, 6)).square().mean().backward()
             opt.step()
@@ -410,7 +439,10 @@ SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
 def differently() -> str:
     """Options that decide what ranks communicate differ; the wrap says so, where a step would hang."""
     options = {"dist_optimizer": SMALL | {"element_wise": SIGNED if dist.get_rank() else ""}}
-    with ovpatch.applied("ddp", "dist_optimizer", options=options), pytest.raises(RuntimeError) as raised:
+    with (
+        ovpatch.applied("ddp", "dist_optimizer", options=options),
+        pytest.raises(RuntimeError) as raised,
+    ):
         DistributedDataParallel(net())
     return str(raised.value)
 

@@ -16,7 +16,16 @@ from torch.utils.checkpoint import checkpoint_sequential
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, counted, data
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, check_all, ddp, params, some
+from tests.plugins.dist_optimizer.checks import (
+    SMALL,
+    all_cases,
+    apply,
+    both,
+    check_all,
+    ddp,
+    params,
+    some,
+)
 from tests.plugins.dist_optimizer.test_loop_styles import SMALL_BUCKETS, STYLES, train
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
@@ -31,12 +40,23 @@ def test_styles(ranks, world, options):
     cases = {style: {"style": style, "wrap": "small buckets, plain"} for style in STYLES}
     if world == 3:
         cases = some(some(cases))
-    check_all(ranks(world)(all_cases, train, cases if options is AT_ONCE else some(cases, 2), options=options))
+    check_all(
+        ranks(world)(
+            all_cases, train, cases if options is AT_ONCE else some(cases, 2), options=options
+        )
+    )
 
 
 @pytest.mark.parametrize("wrap", ["small buckets, unused"])
 def test_styles_under_options_of_ddp(ranks, wrap):
-    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES}, 1), options=AT_ONCE))
+    check_all(
+        ranks(2)(
+            all_cases,
+            train,
+            some({s: {"style": s, "wrap": wrap} for s in STYLES}, 1),
+            options=AT_ONCE,
+        )
+    )
 
 
 def loop(kind: str) -> list[Record]:
@@ -53,13 +73,22 @@ def loop(kind: str) -> list[Record]:
         opt.zero_grad()
         x = data(step, 5, 6).to(raw[0].weight.dtype).requires_grad_()
         if kind == "checkpoint":
-            loss = model(x).square().mean() + checkpoint_sequential(nn.Sequential(nn.Tanh()), 1, x).sum()
+            loss = (
+                model(x).square().mean()
+                + checkpoint_sequential(nn.Sequential(nn.Tanh()), 1, x).sum()
+            )
         else:
             loss = model(x).square().mean()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05) if kind == "clip" else torch.zeros(())
+        norm = (
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            if kind == "clip"
+            else torch.zeros(())
+        )
         opt.step()
-        records.append({"loss": loss.detach(), "norm": norm, "param": params(model), "count": len(seen)})
+        records.append(
+            {"loss": loss.detach(), "norm": norm, "param": params(model), "count": len(seen)}
+        )
     return records
 
 
@@ -78,10 +107,16 @@ def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, A
     """Run with all gradients kept and with a window; where the reductions' dtype is stock's, also against stock."""
     if not more:
         found = both(loop, kind, options=window)
-        return {"stock": found["stock"], "patched": found["patched"], "by parts": found["counters"]["grads_sharded"]}
+        return {
+            "stock": found["stock"],
+            "patched": found["patched"],
+            "by parts": found["counters"]["grads_sharded"],
+        }
     found = []
     for options in ({"grads_in_flight_mb": 0.0}, window):
-        with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options, **more}):
+        with ovpatch.applied(
+            "ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options, **more}
+        ):
             found.append(counted(loop, kind))
     stock, patched = (one["patched"] for one in found)
     return {"stock": stock, "patched": patched, "by parts": found[1]["counters"]["grads_sharded"]}
@@ -120,7 +155,9 @@ def memory(window: float) -> list[int]:
 
     def look() -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        found.append(sum(g.nelement() * g.element_size() for g in grads if not isinstance(g, LazyTensor)))
+        found.append(
+            sum(g.nelement() * g.element_size() for g in grads if not isinstance(g, LazyTensor))
+        )
 
     options = SMALL | {"grads_in_flight_mb": window}
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
@@ -194,7 +231,9 @@ def without_failed_steps(steps: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_who_reads_too_early_is_told_and_what_a_failed_backward_gave_up_is_no_gradient(ranks, reads):
+def test_who_reads_too_early_is_told_and_what_a_failed_backward_gave_up_is_no_gradient(
+    ranks, reads
+):
     wanted = ranks(2)(without_failed_steps, (0, 1, 2, 3, 6, 7, 8))
     for (raised, of_held, found), want in zip(ranks(2)(failing, reads), wanted, strict=True):
         assert len(raised) == 2, raised
@@ -310,12 +349,17 @@ def alarmed() -> list[Any]:
 def sparse() -> list[Record]:
     """A sparse embedding beside dense weights; its gradient is never cut."""
     torch.manual_seed(1)
-    model = ddp(nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3)), **SMALL_BUCKETS)
+    model = ddp(
+        nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3)),
+        **SMALL_BUCKETS,
+    )
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     records = []
     for step in range(6):
         opt.zero_grad()
-        words = torch.randint(0, 40, (5,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        words = torch.randint(
+            0, 40, (5,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+        )
         model(words).square().mean().backward()
         opt.step()
         records.append(params(model))

@@ -13,7 +13,15 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, params, some, train_step
+from tests.plugins.dist_optimizer.checks import (
+    all_cases,
+    check,
+    check_all,
+    ddp,
+    params,
+    some,
+    train_step,
+)
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_same_work import Zero
 
@@ -95,7 +103,9 @@ def test_join(ranks, world):
     for name, case in cases.items():
         before = case.get("before", 3)
         ones = [result[name] for result in results]
-        check(ones, steps=before, by_parts=None, stock=1 if before else 0, bitwise="clip" not in case)
+        check(
+            ones, steps=before, by_parts=None, stock=1 if before else 0, bitwise="clip" not in case
+        )
         assert all(one["counters"]["steps"] == before for one in ones), name
 
 
@@ -113,9 +123,16 @@ def joined_with_zero(before: int) -> list[Record]:
 
 
 def test_join_of_model_and_zero_redundancy_optimizer(ranks):
-    results = ranks(2)(all_cases, joined_with_zero, {str(before): {"before": before} for before in (0, 1, 2)})
+    results = ranks(2)(
+        all_cases, joined_with_zero, {str(before): {"before": before} for before in (0, 1, 2)}
+    )
     for name in results[0]:
-        check([result[name] for result in results], steps=0, by_parts=False, stock=0 if name == "0" else 2)
+        check(
+            [result[name] for result in results],
+            steps=0,
+            by_parts=False,
+            stock=0 if name == "0" else 2,
+        )
 
 
 def told_of_the_end(before: int) -> list[Record]:
@@ -140,7 +157,10 @@ def told_of_the_end(before: int) -> list[Record]:
 
 def test_join_that_ends_with_the_first_rank(ranks):
     check_all(
-        ranks(2)(all_cases, told_of_the_end, {"2": {"before": 2}, "3": {"before": 3}}), steps=2, by_parts=None, stock=1
+        ranks(2)(all_cases, told_of_the_end, {"2": {"before": 2}, "3": {"before": 3}}),
+        steps=2,
+        by_parts=None,
+        stock=1,
     )
 
 
@@ -150,7 +170,9 @@ def hooked_late(reduce: bool) -> list[Record]:
     opt = OPTIMIZERS["adamw"](model.parameters())
     records: list[Record] = []
 
-    def hook(group, bucket):  # annotated here it would be by texts, which torch takes for other classes
+    def hook(
+        group, bucket
+    ):  # annotated here it would be by texts, which torch takes for other classes
         if reduce:
             work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
             return work.get_future().then(lambda future: future.value()[0])

@@ -29,7 +29,11 @@ NOISE = 256
 #: How often bytes that another thread still holds are measured.
 _MAX_MEASUREMENTS = 20
 
-FEATURES: dict[str, tuple[str, ...]] = {"stock": (), "ddp": ("ddp",), "both": ("ddp", "dist_optimizer")}
+FEATURES: dict[str, tuple[str, ...]] = {
+    "stock": (),
+    "ddp": ("ddp",),
+    "both": ("ddp", "dist_optimizer"),
+}
 
 
 class Script:
@@ -162,7 +166,11 @@ def options_of(features: tuple[str, ...]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def turned_on(features: tuple[str, ...]) -> Iterator[None]:
-    with ovpatch.applied(*features, options=options_of(features)) if features else contextlib.nullcontext():
+    with (
+        ovpatch.applied(*features, options=options_of(features))
+        if features
+        else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -204,7 +212,9 @@ def compare(before: Measured, after: Measured, *, runs: int) -> tuple[int, dict[
     """Return by how many bytes and objects a loop has grown between two measurements."""
     grown_by = {name: count - before[1][name] for name, count in after[1].items()}
     # A few may come and go, as connections; what leaks does so in each run.
-    return after[0] - before[0], {name: count for name, count in grown_by.items() if count > runs // 2}
+    return after[0] - before[0], {
+        name: count for name, count in grown_by.items() if count > runs // 2
+    }
 
 
 def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:

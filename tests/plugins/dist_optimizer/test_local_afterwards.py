@@ -75,7 +75,9 @@ def local_on_one(who: int, when: int, how: str) -> list[Any]:
             nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         if "by hand" in how:
             gradients = [param.grad for param in module.parameters() if param.grad is not None]
-            nn.utils.clip_grads_with_norm_(module.parameters(), 0.1, nn.utils.get_total_norm(gradients))
+            nn.utils.clip_grads_with_norm_(
+                module.parameters(), 0.1, nn.utils.get_total_norm(gradients)
+            )
         scaler.step(opt)
         scaler.update()
         records.append(params(module))
@@ -85,7 +87,9 @@ def local_on_one(who: int, when: int, how: str) -> list[Any]:
 HOWS = ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "around, by hand"]
 
 
-@pytest.mark.parametrize(("how", "world"), [*((how, 2) for how in HOWS), ("no_sync, unscaled, clipped", 3)])
+@pytest.mark.parametrize(
+    ("how", "world"), [*((how, 2) for how in HOWS), ("no_sync, unscaled, clipped", 3)]
+)
 def test_one_rank_alone_may_add_gradients_of_its_own(ranks, world, how):
     for who, when in ((0, 3), (1, 1)):
         check_near(ranks(world)(both, local_on_one, who, when, how), when)

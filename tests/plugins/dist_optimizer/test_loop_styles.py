@@ -61,7 +61,9 @@ def zeroed_every_third(model: nn.Module, opt: Any, step: int) -> None:
     opt.step()
 
 
-def accumulated(model: nn.Module, opt: Any, step: int, quiet: bool = True, set_to_none: bool = True) -> None:
+def accumulated(
+    model: nn.Module, opt: Any, step: int, quiet: bool = True, set_to_none: bool = True
+) -> None:
     for micro in range(3):
         with model.no_sync() if quiet and micro < 2 else contextlib.nullcontext():
             backward(model, step, micro)
@@ -160,7 +162,10 @@ for keep in (True, False):
     for f in (zero_before_forward, zero_between, zero_after_step):
         STYLES[f"{f.__name__}, None: {keep}"] = (f, {"set_to_none": keep})
     for quiet in (True, False):
-        STYLES[f"accumulated, quiet: {quiet}, None: {keep}"] = (accumulated, {"quiet": quiet, "set_to_none": keep})
+        STYLES[f"accumulated, quiet: {quiet}, None: {keep}"] = (
+            accumulated,
+            {"quiet": quiet, "set_to_none": keep},
+        )
 
 #: Several buckets, of which some are reduced while others are to come.
 SMALL_BUCKETS = {"bucket_cap_mb": 2e-4}
@@ -173,7 +178,9 @@ WRAPS: dict[str, dict[str, Any]] = {
 WRAPS |= {f"small buckets, {name}": kwargs | SMALL_BUCKETS for name, kwargs in WRAPS.items()}
 
 
-def train(style: str, optimizer: str = "adamw", wrap: str = "plain", early: bool = False) -> list[Record]:
+def train(
+    style: str, optimizer: str = "adamw", wrap: str = "plain", early: bool = False
+) -> list[Record]:
     iterate, kwargs = STYLES[style]
     raw = net()
     model = raw if early else ddp(raw, **WRAPS[wrap])
@@ -197,7 +204,9 @@ def test_styles(ranks, world, optimizer):
 
 @pytest.mark.parametrize(("wrap", "first"), [("views", 0), ("unused", 1)])
 def test_styles_under_options_of_ddp(ranks, wrap, first):
-    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES}, first)))
+    check_all(
+        ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES}, first))
+    )
 
 
 def test_an_optimizer_made_before_the_wrap(ranks):
@@ -234,4 +243,6 @@ def scheduled(scheduler: str, first: bool, early: bool) -> list[Record]:
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedulers_in_any_order(ranks):
     cases = table(scheduler=SCHEDULERS, first=[False, True], early=[False, True])
-    check_all(ranks(2)(all_cases, scheduled, some(cases)))  # of each scheduler one order or two, of each order more
+    check_all(
+        ranks(2)(all_cases, scheduled, some(cases))
+    )  # of each scheduler one order or two, of each order more

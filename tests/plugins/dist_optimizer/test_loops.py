@@ -18,7 +18,9 @@ STEPS = 8
 
 def net() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(device())
+    return nn.Sequential(
+        nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.LayerNorm(7), nn.Linear(7, 3)
+    ).to(device())
 
 
 OPTIMIZERS = {
@@ -93,5 +95,7 @@ def test_a_class_that_the_user_names_is_cut_and_another_stays_stock(ranks, named
     options = {"element_wise": f"{__name__}.Signed" if named else ""}
     for result in same_bits(ranks(2)(both, signed, options=options)):
         counters = result["counters"]
-        assert (counters["optimizers"], counters["stock_optimizers"]) == ((1, 0) if named else (0, 1))
+        assert (counters["optimizers"], counters["stock_optimizers"]) == (
+            (1, 0) if named else (0, 1)
+        )
         assert (counters["grads_sharded"] > 0) == named

@@ -17,7 +17,15 @@ import ovpatch
 from ovpatch.overlap.data_parallel.grad_sharder import get_registered_terms
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device, table
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, on, params, versions
+from tests.plugins.dist_optimizer.checks import (
+    SMALL,
+    all_cases,
+    check_all,
+    ddp,
+    on,
+    params,
+    versions,
+)
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
 
@@ -98,7 +106,9 @@ def by_hand() -> bool:
 
 def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
     model = ddp(net(dtype), find_unused_parameters=style == "frozen")
-    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(OPTIMIZERS[kind], model.parameters())
+    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(
+        OPTIMIZERS[kind], model.parameters()
+    )
     records: list[Record] = []
     for number in range(STEPS):
         if style == "frozen":
@@ -107,11 +117,15 @@ def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
         if style == "clamp":
             with torch.no_grad():
                 model.module[2].weight.clamp_(-0.2, 0.2)
-        if dist.get_world_size() == 2:  # on more, sums in another order round one or another parameter otherwise
+        if (
+            dist.get_world_size() == 2
+        ):  # on more, sums in another order round one or another parameter otherwise
             records.append(params(model))
         if number in (1, STEPS - 1):
             state = on_cpu(copy.deepcopy(opt.state_dict()))["state"]
-            records += [{f"{i}.{name}": v for i, ones in sorted(state.items()) for name, v in ones.items()}]
+            records += [
+                {f"{i}.{name}": v for i, ones in sorted(state.items()) for name, v in ones.items()}
+            ]
             mains = [ones["main_param"] for _, ones in sorted(state.items())]
             pairs = zip((param.cpu() for param in params(model).values()), mains, strict=True)
             records.append([bool((param == main.to(dtype)).all()) for param, main in pairs])
@@ -122,13 +136,22 @@ def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_updates_are_those_of_main_parameters_kept_by_hand(ranks, world, dtype):
     cases = {kind: {"kind": kind, "dtype": dtype} for kind in OPTIMIZERS if kind not in GPU_ONLY}
-    check_all(ranks(world)(all_cases, train, on(world, cases), options=IN_FP32), steps=STEPS, floor=HALF_NOISE)
+    check_all(
+        ranks(world)(all_cases, train, on(world, cases), options=IN_FP32),
+        steps=STEPS,
+        floor=HALF_NOISE,
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_scripts_do_between_steps(ranks, world):
     cases = table(kind=["adamw"], dtype=[torch.bfloat16], style=["clamp", "clip", "frozen"])
-    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS, by_parts=None, floor=HALF_NOISE)
+    check_all(
+        ranks(world)(all_cases, train, cases, options=IN_FP32),
+        steps=STEPS,
+        by_parts=None,
+        floor=HALF_NOISE,
+    )
 
 
 # --- where the gradients' sums are fp32, too ---
@@ -137,10 +160,14 @@ def test_what_scripts_do_between_steps(ranks, world):
 def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
     """Return what each step adds to the main parameters, with gradients that have been reduced and scattered."""
     model = ddp(net(torch.bfloat16))
-    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(OPTIMIZERS["sgd"], model.parameters())
+    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(
+        OPTIMIZERS["sgd"], model.parameters()
+    )
     updates = []
     for number in range(STEPS):
-        model.module.load_state_dict(net(torch.bfloat16).state_dict())  # all ranks and arms begin at the same numbers
+        model.module.load_state_dict(
+            net(torch.bfloat16).state_dict()
+        )  # all ranks and arms begin at the same numbers
         if not by_hand():
             opt.state.clear()  # else main parameters stay what these are the roundings of
             opt.zero_grad()
@@ -148,7 +175,12 @@ def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
                 with nullcontext() if micro == micros - 1 else model.no_sync():
                     backward(model, number, micro)
             opt.step()
-            updates.append({i: state["main_param"] for i, state in copy.deepcopy(opt.state_dict())["state"].items()})
+            updates.append(
+                {
+                    i: state["main_param"]
+                    for i, state in copy.deepcopy(opt.state_dict())["state"].items()
+                }
+            )
         else:
             sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
             for micro in range(micros):
@@ -161,7 +193,9 @@ def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
                 total.div_(dist.get_world_size())
                 dist.all_reduce(total)
             ones = enumerate(zip(model.parameters(), sums, strict=True))
-            updates.append({i: param.detach().float().add(total, alpha=-0.01) for i, (param, total) in ones})
+            updates.append(
+                {i: param.detach().float().add(total, alpha=-0.01) for i, (param, total) in ones}
+            )
     return updates
 
 
@@ -180,7 +214,9 @@ def both_in_fp32(micros: int) -> tuple[list[Record], list[Record]]:
 @pytest.mark.parametrize("micros", [1, 4])
 def test_sums_in_fp32_are_not_rounded_before_the_update(ranks, micros):
     for expected, ours in ranks(2)(both_in_fp32, micros):
-        compare(expected[4:], ours[4:]).assert_bitwise()  # gradients are whole before, which is the parameters' dtype
+        compare(
+            expected[4:], ours[4:]
+        ).assert_bitwise()  # gradients are whole before, which is the parameters' dtype
 
 
 def writes_per_step() -> list[dict[str, int]]:
@@ -277,7 +313,10 @@ def test_from_stock_and_back(ranks):
         assert state["main_param"].shape == state["exp_avg"].shape == (10, 6)
         compare(result["ours"], result["live"]).assert_bitwise()
         assert result["reverted"] == {"step": wide, "exp_avg": low, "exp_avg_sq": low}
-        assert {name: result["back"][name] for name in moments} == {"exp_avg": low, "exp_avg_sq": low}
+        assert {name: result["back"][name] for name in moments} == {
+            "exp_avg": low,
+            "exp_avg_sq": low,
+        }
 
 
 def raising() -> list[Record]:
@@ -305,7 +344,9 @@ def test_a_step_that_raises_leaves_everything_whole(ranks):
     first, second = ranks(2)(raising_with_the_feature)
     compare(first, second).assert_bitwise()
     compare([first[2]], [first[3]]).assert_bitwise()
-    assert all(value.dtype == torch.bfloat16 for value in first[-2].values() if isinstance(value, Tensor))
+    assert all(
+        value.dtype == torch.bfloat16 for value in first[-2].values() if isinstance(value, Tensor)
+    )
 
 
 class WithSmall(nn.Module):
@@ -352,7 +393,14 @@ def loaded_and_left(how: str) -> list[Any]:
             step(model, opt, 3)
         dist.barrier()
     step(model, opt, 4)
-    said.append({str(v.dtype) for state in opt.state_dict()["state"].values() for n, v in state.items() if n != "step"})
+    said.append(
+        {
+            str(v.dtype)
+            for state in opt.state_dict()["state"].values()
+            for n, v in state.items()
+            if n != "step"
+        }
+    )
     said.append(any("main_param" in state for state in opt.state_dict()["state"].values()))
     return said
 
@@ -360,7 +408,10 @@ def loaded_and_left(how: str) -> list[Any]:
 def emptied(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state as a user's hook changes it: the first moments are zero."""
     del opt
-    state = {i: one | {"exp_avg": torch.zeros_like(one["exp_avg"])} for i, one in state_dict["state"].items()}
+    state = {
+        i: one | {"exp_avg": torch.zeros_like(one["exp_avg"])}
+        for i, one in state_dict["state"].items()
+    }
     return {**state_dict, "state": state}
 
 
@@ -376,7 +427,9 @@ def test_what_has_no_main_parameter_goes_on_as_stock(ranks, how):
     for mains, dtypes, any_main in ranks(2)(loaded_and_left, how):
         assert mains == list(range(1, 9))  # not the scale, which is the first, nor the stranger
         assert dtypes == {"torch.bfloat16"}
-        assert any_main == (how == "local, then loaded")  # as under stock, which keeps what it does not know
+        assert any_main == (
+            how == "local, then loaded"
+        )  # as under stock, which keeps what it does not know
 
 
 def hooked() -> list[float]:
@@ -406,7 +459,12 @@ def stocks_checkpoint() -> set[str]:
         step(model, opt, 1)
         opt.load_state_dict(stock)
     step(model, opt, 2)
-    return {str(v.dtype) for state in opt.state_dict()["state"].values() for n, v in state.items() if n != "step"}
+    return {
+        str(v.dtype)
+        for state in opt.state_dict()["state"].values()
+        for n, v in state.items()
+        if n != "step"
+    }
 
 
 def test_a_stock_checkpoint_and_revert(ranks):
@@ -414,7 +472,11 @@ def test_a_stock_checkpoint_and_revert(ranks):
 
 
 def of_full_precision() -> dict[str, torch.dtype]:
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32 | {"min_param_numel": 8}}):
+    with ovpatch.applied(
+        "ddp",
+        "dist_optimizer",
+        options={"dist_optimizer": SMALL | IN_FP32 | {"min_param_numel": 8}},
+    ):
         model = ddp(net(torch.float32))
         opt = OPTIMIZERS["momentum"](model.parameters())
         step(model, opt, 0)

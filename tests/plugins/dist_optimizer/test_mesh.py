@@ -20,7 +20,9 @@ from tests.support.equality import compare
 def loop(how: str) -> list[Record]:
     """Train a model of which the last linear is not cut, and look at it as a script may."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+    )
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     wrapped = DDP(model, device_mesh=mesh["dp"])
     params = dict(model.named_parameters())  # before stock puts DTensors in their places

@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from tests.plugins.ddp.arms import Record, data, device, is_patched
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, on, params, train_steps
+from tests.plugins.dist_optimizer.checks import (
+    SMALL,
+    all_cases,
+    both,
+    check_all,
+    ddp,
+    on,
+    params,
+    train_steps,
+)
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 Optimizers = list[torch.optim.Optimizer]
@@ -51,7 +60,11 @@ class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.reentrant = reentrant
-        self.first, self.inner, self.last = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 3)
+        self.first, self.inner, self.last = (
+            nn.Linear(6, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
@@ -169,7 +182,12 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"model": "bfloat16"},
 }
 #: Models and optimizers whose gradients are handed to a norm as those of the plain ones are.
-LIKE_PLAIN = {"groups", "static graph", "tied, static", *(name for name in CASES if "checkpointed" in name)}
+LIKE_PLAIN = {
+    "groups",
+    "static graph",
+    "tied, static",
+    *(name for name in CASES if "checkpointed" in name),
+}
 
 
 def train(
@@ -214,14 +232,18 @@ def test_clipping_over_models(ranks):
 
 def test_gradients_as_views_of_buckets(ranks):
     check_all(
-        ranks(2)(all_cases, train, {"": VIEWS, "stay": VIEWS | {"set_to_none": False}}), steps=STEPS, by_parts=None
+        ranks(2)(all_cases, train, {"": VIEWS, "stay": VIEWS | {"set_to_none": False}}),
+        steps=STEPS,
+        by_parts=None,
     )
 
 
 def several_models(optimizers: int) -> list[Record]:
     models = [ddp(net()), ddp(Tied().to(device()))]
     everything = [p for model in models for p in model.parameters()]
-    opts = [adamw(everything)] if optimizers == 1 else [adamw(model.parameters()) for model in models]
+    opts = (
+        [adamw(everything)] if optimizers == 1 else [adamw(model.parameters()) for model in models]
+    )
     records = []
     for step in range(9):
         for opt in opts:
@@ -244,7 +266,10 @@ def adversaries() -> list[Record]:
     records = []
     for step in range(9):
         opts[1].zero_grad()
-        (critic(generator(data(step, 5, 6)).detach()).mean() - critic(data(step, 5, 6, micro=1)).mean()).backward()
+        (
+            critic(generator(data(step, 5, 6)).detach()).mean()
+            - critic(data(step, 5, 6, micro=1)).mean()
+        ).backward()
         opts[1].step()
         opts[0].zero_grad()
         critic(generator(data(step, 5, 6, micro=2))).mean().backward()

@@ -72,7 +72,9 @@ def functorch_loop(transform: str) -> list[Record]:
                 records.append({"out": out.detach(), "tangent": tangent.detach()})
             else:
                 out, pull = torch.func.vjp(model, x)
-                records.append({"out": out.detach(), "pulled": pull(torch.ones_like(out))[0].detach()})
+                records.append(
+                    {"out": out.detach(), "pulled": pull(torch.ones_like(out))[0].detach()}
+                )
             opt.zero_grad()
         model(x).square().mean().backward()
         if transform == "grad":
@@ -148,8 +150,14 @@ def test_phases_of_a_step_inside_of_fake_tensor_mode(ranks):
     cases = {f"{phase}, allow={allow}": {"phase": phase, "allow": allow} for phase, allow in pairs}
     results = ranks(2)(all_cases, fake_loop, cases, timeout=240)
     for arms in (result[name] for result in results for name in cases):
-        assert [record.pop("lazy") for record in arms["patched"] if "lazy" in record] == [True, True]
-        assert [record.pop("lazy") for record in arms["stock"] if "lazy" in record] == [False, False]
+        assert [record.pop("lazy") for record in arms["patched"] if "lazy" in record] == [
+            True,
+            True,
+        ]
+        assert [record.pop("lazy") for record in arms["stock"] if "lazy" in record] == [
+            False,
+            False,
+        ]
     check_all(results, by_parts=None)
 
 

@@ -12,20 +12,43 @@ from torch.optim import Optimizer
 
 from ovpatch.session.session_report import NO_WORK
 from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp, on, params, versions
+from tests.plugins.dist_optimizer.checks import (
+    all_cases,
+    apply,
+    check_all,
+    ddp,
+    on,
+    params,
+    versions,
+)
 from tests.plugins.dist_optimizer.test_loops import net
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "sgd, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "sgd, dampening": (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "sgd, nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "sgd, dampening": (
+        torch.optim.SGD,
+        {"lr": 0.001, "momentum": 0.9, "dampening": 0.5, "maximize": True},
+    ),
     "sgd, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
-    "adam, amsgrad, fused": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "fused": True, "weight_decay": 0.1}),
+    "adam, amsgrad, fused": (
+        torch.optim.Adam,
+        {"lr": 0.01, "amsgrad": True, "fused": True, "weight_decay": 0.1},
+    ),
     "adam, lr tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "adamw": (
+        torch.optim.AdamW,
+        {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+    ),
     "adamw, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True, "weight_decay": 0.1}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    ),
     "adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
@@ -103,7 +126,9 @@ STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def even() -> nn.Module:
     """A model whose parts are whole vectors: torch rounds the rest of a vector in half precision otherwise."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64)).to(device(), torch.bfloat16)
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64)).to(
+        device(), torch.bfloat16
+    )
 
 
 def train(kind: str, low_precision: bool = False) -> list[Record]:
@@ -131,7 +156,11 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
             opt.step()
         records += [versions(model), params(model)]
     state = opt.state_dict()
-    return [*records, {str(k): v for k, v in state["state"].items()}, [dict(g) for g in state["param_groups"]]]
+    return [
+        *records,
+        {str(k): v for k, v in state["state"].items()},
+        [dict(g) for g in state["param_groups"]],
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -143,7 +172,10 @@ def test_element_wise_optimizers_update_by_parts(ranks, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_memory_of_a_part_stays_what_it_is(ranks, world):
     options = {"element_wise": f"{Handing.__module__}.{Handing.__qualname__}"}
-    check_all(ranks(world)(all_cases, train, {"handing": {"kind": "handing"}}, options=options), steps=STEPS)
+    check_all(
+        ranks(world)(all_cases, train, {"handing": {"kind": "handing"}}, options=options),
+        steps=STEPS,
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -191,12 +223,16 @@ def test_graphs_from_before_a_step_are_refused_as_under_stock(ranks):
             if "fused" in kind:
                 assert all(isinstance(record, torch.Tensor) for record in records)
             else:
-                assert [record for record in records if "modified by an inplace operation" in record] == records
+                assert [
+                    record for record in records if "modified by an inplace operation" in record
+                ] == records
                 assert records == said["stock"][0]
 
 
 def test_other_optimizers_stay_stock(ranks):
-    check_all(ranks(2)(all_cases, train, {kind: {"kind": kind} for kind in STRANGERS}), steps=0, stock=1)
+    check_all(
+        ranks(2)(all_cases, train, {kind: {"kind": kind} for kind in STRANGERS}), steps=0, stock=1
+    )
 
 
 def reported() -> list[str]:
@@ -209,7 +245,10 @@ def reported() -> list[str]:
 
 def test_the_report_says_which_and_why(ranks):
     for remarks in ranks(2)(reported):
-        assert any("OwnStep falls back to torch" in text and "not known to be element-wise" in text for text in remarks)
+        assert any(
+            "OwnStep falls back to torch" in text and "not known to be element-wise" in text
+            for text in remarks
+        )
 
 
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
@@ -222,7 +261,9 @@ def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
         for index in range(3):
             model(data(index, 5, 6)).square().mean().backward()
             opt.step()
-        (feature,) = (one for one in ovpatch.report().to_json()["features"] if one["name"] == "dist_optimizer")
+        (feature,) = (
+            one for one in ovpatch.report().to_json()["features"] if one["name"] == "dist_optimizer"
+        )
         largest = max(param.numel() for param in model.parameters())
         return feature["remarks"], str(largest), feature["counters"]
 
@@ -230,12 +271,20 @@ def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
 def test_an_optimizer_that_has_nothing_to_shard_is_reported(ranks):
     for remarks, largest, counters in ranks(2)(idle, True):
         expected = f"is dense and has min_param_numel=16384 elements (the largest has {largest})"
-        assert [text for text in remarks if "RMSprop had nothing to shard" in text and expected in text]
+        assert [
+            text for text in remarks if "RMSprop had nothing to shard" in text and expected in text
+        ]
         assert (counters["optimizers"], counters["steps"]) == (1, 0)
         assert NO_WORK in remarks
     for remarks, _, counters in ranks(2)(idle, False):
-        assert [text for text in remarks if "RMSprop had nothing to shard: no parameter of a model" in text]
-        assert not any(counters[name] for name in ("optimizers", "steps", "params_updated", "norms", "gathers"))
+        assert [
+            text
+            for text in remarks
+            if "RMSprop had nothing to shard: no parameter of a model" in text
+        ]
+        assert not any(
+            counters[name] for name in ("optimizers", "steps", "params_updated", "norms", "gathers")
+        )
 
 
 def exchanged() -> list[Record]:

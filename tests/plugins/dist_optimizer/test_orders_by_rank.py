@@ -75,7 +75,12 @@ class Script:
             self.step(step)
             self.stepped(step)
             records.append({"first": params(self.models[0]), "second": params(self.models[1])})
-        records.append({str(number): copy.deepcopy(opt.state_dict()["state"]) for number, opt in enumerate(self.opts)})
+        records.append(
+            {
+                str(number): copy.deepcopy(opt.state_dict()["state"])
+                for number, opt in enumerate(self.opts)
+            }
+        )
         return records
 
 
@@ -111,7 +116,10 @@ class ThreeOptimizers(Script):
     def make(self) -> list[torch.optim.Optimizer]:
         first, second = self.models
         rest = list(second.parameters())
-        return [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in (first.parameters(), rest[:2], rest[2:])]
+        return [
+            torch.optim.SGD(part, lr=0.1, momentum=0.9)
+            for part in (first.parameters(), rest[:2], rest[2:])
+        ]
 
     def step(self, step: int) -> None:
         turned = [1, 2, 0] if step >= self.begin and dist.get_rank() == 1 else [0, 1, 2]
@@ -121,7 +129,10 @@ class ThreeOptimizers(Script):
 
 class Constructions(Script):
     def make(self) -> list[torch.optim.Optimizer]:
-        made = {number: torch.optim.AdamW(self.models[number].parameters(), 0.01) for number in by_rank([0, 1])}
+        made = {
+            number: torch.optim.AdamW(self.models[number].parameters(), 0.01)
+            for number in by_rank([0, 1])
+        }
         return [made[0], made[1]]
 
 
@@ -129,7 +140,11 @@ class Params(Script):
     """One optimizer has the models' parameters in orders that differ."""
 
     def make(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW([p for model in by_rank(self.models) for p in model.parameters()], 0.01)]
+        return [
+            torch.optim.AdamW(
+                [p for model in by_rank(self.models) for p in model.parameters()], 0.01
+            )
+        ]
 
     def train(self) -> list[Record]:
         # The state is by the parameters' numbers, which differ.
@@ -138,7 +153,9 @@ class Params(Script):
 
 class Groups(Params):
     def make(self) -> list[torch.optim.Optimizer]:
-        groups = [{"params": list(model.parameters()), "weight_decay": 0.1} for model in self.models]
+        groups = [
+            {"params": list(model.parameters()), "weight_decay": 0.1} for model in self.models
+        ]
         return [torch.optim.AdamW(by_rank(groups), 0.01)]
 
 
@@ -193,7 +210,9 @@ class ClipOfSome(Script):
 
     def reduced(self, step: int) -> None:
         first = list(self.models[0].parameters())
-        nn.utils.clip_grad_norm_(first[: 2 + dist.get_rank()] if step >= self.begin else first, 0.05)
+        nn.utils.clip_grad_norm_(
+            first[: 2 + dist.get_rank()] if step >= self.begin else first, 0.05
+        )
 
 
 class Unscales(Script):
@@ -234,7 +253,13 @@ class Saves(Script):
     """Both ranks save, in other orders; then one alone does."""
 
     def stepped(self, step: int) -> None:
-        for opt in by_rank(self.opts) if step == 1 else self.opts if step == 3 and dist.get_rank() == 0 else ():
+        for opt in (
+            by_rank(self.opts)
+            if step == 1
+            else self.opts
+            if step == 3 and dist.get_rank() == 0
+            else ()
+        ):
             copy.deepcopy(opt.state_dict())
 
 
@@ -318,7 +343,9 @@ def test_ranks_that_differ_in_the_order_of_what_stock_does_not_pair(ranks, world
     cases = {name: {"name": name} for name in CASES}
     results = ranks(world)(all_cases, trained, on(world, cases), timeout=120)
     check_all(results, check=checked)
-    stock = {name for result in results for name, case in result.items() if not case["counters"]["steps"]}
+    stock = {
+        name for result in results for name, case in result.items() if not case["counters"]["steps"]
+    }
     # In these cases ranks differ from the first step on.
     assert stock <= {"Steps", "Interleaved"}
 
@@ -332,7 +359,10 @@ def without_votes() -> dict[str, tuple[str, int]]:
     with apply(), mock.patch.object(ShardedGrads, "has_step_votes", False):
         for name, make in WITHOUT_VOTES.items():
             script = make()
-            found[name] = error_of(script.train), min(script.models[0].reducer.grad_reducer.steps, STEPS)
+            found[name] = (
+                error_of(script.train),
+                min(script.models[0].reducer.grad_reducer.steps, STEPS),
+            )
             gc.collect()
     return found
 

@@ -128,7 +128,9 @@ class Trainer:
     def take_up(self, name: str, keep: bool) -> None:
         loss = self.pending.pop(self.random.randrange(len(self.pending)))
         if name == "grad":
-            torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                loss, list(self.model.parameters()), retain_graph=True, allow_unused=True
+            )
             self.pending.append(loss)
         elif name == "backward that raises":
             if not self.armed:  # other ones are for tests/plugins/ddp/test_failures.py
@@ -158,14 +160,21 @@ def differing(seeds: range) -> list[str]:
     found = []
     for seed in seeds:
         partly = seed % 3 == 2
-        wrap = functools.partial(DistributedDataParallel, find_unused_parameters=partly, bucket_cap_mb=1e-4)
+        wrap = functools.partial(
+            DistributedDataParallel, find_unused_parameters=partly, bucket_cap_mb=1e-4
+        )
         for features, looks in ((("ddp",), True), (("ddp", "dist_optimizer"), False)):
             hand = list(Trainer(seed, ByHand, partly=partly, looks=looks).run())
-            with ovpatch.applied(*features, options={"dist_optimizer": SMALL} if features[1:] else {}):
-                for index, (name, ours) in enumerate(Trainer(seed, wrap, partly=partly, looks=looks).run()):
+            with ovpatch.applied(
+                *features, options={"dist_optimizer": SMALL} if features[1:] else {}
+            ):
+                for index, (name, ours) in enumerate(
+                    Trainer(seed, wrap, partly=partly, looks=looks).run()
+                ):
                     if not same(ours, hand[index][1]):
                         found.append(
-                            f"{features}, seed {seed}: differs after {name}: {[done for done, _ in hand[:index]]}"
+                            f"{features}, seed {seed}: differs after {name}: "
+                            f"{[done for done, _ in hand[:index]]}"
                         )
                         break
             dist.barrier()
@@ -173,7 +182,9 @@ def differing(seeds: range) -> list[str]:
 
 
 def same(ours: list[Any], theirs: list[Any]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def test_any_order_of_forwards_and_backwards_leaves_averages_by_hand(ranks):

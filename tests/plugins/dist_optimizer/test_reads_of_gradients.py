@@ -31,7 +31,9 @@ def adaptive_clipping(model: nn.Module) -> None:
     for p in model.parameters():
         limit = p.detach().norm().clamp_(min=1e-3) * 0.01
         norm = p.grad.detach().norm()
-        p.grad.detach().copy_(torch.where(norm > limit, p.grad * (limit / norm.clamp(min=1e-6)), p.grad))
+        p.grad.detach().copy_(
+            torch.where(norm > limit, p.grad * (limit / norm.clamp(min=1e-6)), p.grad)
+        )
 
 
 def on_rank_0(read: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
@@ -90,7 +92,10 @@ NORMS: dict[str, Callable[[nn.Module], Any]] = {
         m.parameters(), 0.1, get_total_norm(grads(m))
     ),
     "clipped one by one": lambda m: [clip_grad_norm_(p, 0.02) for p in m.parameters()],
-    "clipped twice": lambda m: [clip_grad_norm_(m.parameters(), 0.1), clip_grad_norm_(m.parameters(), 0.05)],
+    "clipped twice": lambda m: [
+        clip_grad_norm_(m.parameters(), 0.1),
+        clip_grad_norm_(m.parameters(), 0.05),
+    ],
     "clipped by infinity": lambda m: clip_grad_norm_(m.parameters(), float("inf")),
 }
 
@@ -124,7 +129,9 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
 STEPS = 6
 
 
-def train(use: str, optimizer: str = "adamw", since: int = 3, until: int = 6, set_to_none: bool = True) -> list[Record]:
+def train(
+    use: str, optimizer: str = "adamw", since: int = 3, until: int = 6, set_to_none: bool = True
+) -> list[Record]:
     model = ddp(net())
     opt = OPTIMIZERS[optimizer](model.parameters())
     records = []
@@ -162,7 +169,9 @@ def test_writes_with_gradients_that_stay(ranks):
 
 
 def test_one_read_early_or_late_is_right(ranks):
-    uses = {f"{since}": {"use": "clone", "since": since, "until": since + 1} for since in range(STEPS)}
+    uses = {
+        f"{since}": {"use": "clone", "since": since, "until": since + 1} for since in range(STEPS)
+    }
     results = ranks(2)(all_cases, train, uses)
     check_all(results)
 
@@ -204,7 +213,13 @@ def held(how: str) -> list[Record]:
     return records
 
 
-HELD = {"since the first": True, "own tensors": True, "last step's": True, "views": False, "flat buffer": False}
+HELD = {
+    "since the first": True,
+    "own tensors": True,
+    "last step's": True,
+    "views": False,
+    "flat buffer": False,
+}
 
 
 @pytest.mark.parametrize("how", HELD)
@@ -235,7 +250,10 @@ def moved(clip: bool) -> list[Record]:
 
 
 def test_a_gradient_of_another_parameter(ranks):
-    check_all(ranks(2)(all_cases, moved, {f"clip: {clip}": {"clip": clip} for clip in (False, True)}), steps=8)
+    check_all(
+        ranks(2)(all_cases, moved, {f"clip: {clip}": {"clip": clip} for clip in (False, True)}),
+        steps=8,
+    )
 
 
 def wrapped_again(stock: bool) -> list[Record]:
@@ -270,7 +288,9 @@ def shared_with_another_process() -> list[Record]:
     for name, p in model.named_parameters():
         p.grad = torch.zeros_like(p).share_memory_()
         # What the other process does: it maps the memory again.
-        storage = torch.UntypedStorage._new_shared_fd_cpu(*p.grad.untyped_storage()._share_fd_cpu_())
+        storage = torch.UntypedStorage._new_shared_fd_cpu(
+            *p.grad.untyped_storage()._share_fd_cpu_()
+        )
         seen[name] = torch.empty(0).set_(storage, 0, p.shape)
     records = []
     for step in range(7):

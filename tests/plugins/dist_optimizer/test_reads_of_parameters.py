@@ -25,7 +25,9 @@ class Follower:
         self.held = list(model.parameters())
         self.mean = copy.deepcopy(model.module)
         self.state = model.state_dict() if how == "state_dict held" else {}
-        self.views = [p.detach().view(-1) for p in model.parameters()] if how == "views held" else []
+        self.views = (
+            [p.detach().view(-1) for p in model.parameters()] if how == "views held" else []
+        )
         if how == "in memory of numpy":
             self.array = self.held[0].detach().numpy().copy()
             self.held[0].data = torch.from_numpy(self.array)
@@ -146,8 +148,12 @@ class Follower:
     @staticmethod
     def _as_another_process_sees_it(param: torch.Tensor) -> torch.Tensor:
         """Map shared memory again, which is what the other process does."""
-        with torch._C.DisableTorchFunctionSubclass():  # nobody asks this process before the other one reads
-            storage = torch.UntypedStorage._new_shared_fd_cpu(*param.untyped_storage()._share_fd_cpu_())
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # nobody asks this process before the other one reads
+            storage = torch.UntypedStorage._new_shared_fd_cpu(
+                *param.untyped_storage()._share_fd_cpu_()
+            )
             return torch.empty(0).set_(storage, 0, param.shape).clone()
 
     @staticmethod

@@ -21,7 +21,15 @@ import ovpatch
 from ovpatch_plugins.dist_optimizer import agreement
 from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, ddp, params, train_steps
+from tests.plugins.dist_optimizer.checks import (
+    SMALL,
+    all_cases,
+    apply,
+    both,
+    ddp,
+    params,
+    train_steps,
+)
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
 
@@ -118,7 +126,9 @@ def made_anew(kind: str, by: str, beside: str) -> tuple[list[Record], float]:
     return records, longest
 
 
-def timed_arms(loop: Callable[..., tuple[list[Record], float]], *args: Any) -> tuple[Any, Any, dict[str, int], float]:
+def timed_arms(
+    loop: Callable[..., tuple[list[Record], float]], *args: Any
+) -> tuple[Any, Any, dict[str, int], float]:
     """Return the records of stock and of the feature, its counters, and how long its longest step took."""
     result = both(loop, *args, options={"min_param_numel": 1})
     return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
@@ -138,11 +148,17 @@ ANEW = [
     ("other", "one", "after"),
     ("other", "one", "alone"),
 ]
-ON_THREE = [("same", "all", ""), ("same", "one", "alone"), ("other", "one", ""), ("other", "all", "before")]
+ON_THREE = [
+    ("same", "all", ""),
+    ("same", "one", "alone"),
+    ("other", "one", ""),
+    ("other", "all", "before"),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "by", "beside", "world"), [*((*one, 2) for one in ANEW), *((*one, 3) for one in ON_THREE)]
+    ("kind", "by", "beside", "world"),
+    [*((*one, 2) for one in ANEW), *((*one, 3) for one in ON_THREE)],
 )
 def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
     for stock, patched, counters, longest in ranks(world)(timed_arms, made_anew, kind, by, beside):
@@ -152,7 +168,9 @@ def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, k
             compare(stock, patched).assert_equal()
         assert longest < 50
         is_agreed = by == "all"
-        assert counters["steps"] == (8 + bool(beside) if is_agreed else 4 + (beside in ("after", "alone")))
+        assert counters["steps"] == (
+            8 + bool(beside) if is_agreed else 4 + (beside in ("after", "alone"))
+        )
         assert (counters["stock_optimizers"] > 0) == (not is_agreed)
 
 

@@ -50,7 +50,10 @@ def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str
         scaler.step(opt)
         scaler.update()
         records.append(
-            {"scale": scaler.get_scale(), "param": {n: p.detach().clone() for n, p in model.named_parameters()}}
+            {
+                "scale": scaler.get_scale(),
+                "param": {n: p.detach().clone() for n, p in model.named_parameters()},
+            }
         )
     return records
 
@@ -61,13 +64,17 @@ def check(results: list[dict[str, Any]]) -> None:
         scales = [record["scale"] for record in result["patched"]]
         assert scales == [record["scale"] for record in result["stock"]]
         for step in SPOILT:
-            assert scales[step] == scales[step - 1] / 2, "no step was skipped, so the test shows nothing"
+            assert scales[step] == scales[step - 1] / 2, (
+                "no step was skipped, so the test shows nothing"
+            )
         assert result["counters"]["grads_sharded"] > 0
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_skip_together(ranks, world):
-    fused = [False, True] if world == 2 else [False]  # the fused kernel takes the same infinity from the scaler
+    fused = (
+        [False, True] if world == 2 else [False]
+    )  # the fused kernel takes the same infinity from the scaler
     cases = table(unscale=[True], clip=[False, True], fused=fused, culprit=[0])
     cases |= table(unscale=[False], clip=[False], fused=fused, culprit=[0])
     check_all(ranks(world)(all_both, train, cases, apply=apply), check=check)

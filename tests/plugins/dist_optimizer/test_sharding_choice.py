@@ -71,7 +71,9 @@ def test_the_border_is_what_a_tensor_spares_a_rank(backend, world):
 
 
 def test_the_choice_in_words():
-    assert facts(38.0, 8).gain() == "3.8B parameters on 8 ranks save 24.8 GiB of AdamW's state a rank"
+    assert (
+        facts(38.0, 8).gain() == "3.8B parameters on 8 ranks save 24.8 GiB of AdamW's state a rank"
+    )
     assert facts(0.002, 2).objection() == (
         "0.2M parameters in 100 tensors on 2 ranks: the host may be the limit; a step could be "
         "longer (shard=always "
@@ -80,7 +82,9 @@ def test_the_choice_in_words():
     assert "not measured with backend mpi on cpu" in facts(38.0, 8, ("mpi", "cpu")).objection()
     assert "min_param_numel" in ModelFacts(0, 0, 0, 8, NCCL).objection()
     assert facts(38.0, 8).objection_to_hosts(1) == ""
-    assert "ranks: not measured on 2 hosts (shard=always would save 24.8 GiB" in facts(38.0, 8).objection_to_hosts(2)
+    assert "ranks: not measured on 2 hosts (shard=always would save 24.8 GiB" in facts(
+        38.0, 8
+    ).objection_to_hosts(2)
 
 
 # --- what ranks do ---
@@ -127,7 +131,9 @@ def test_where_a_step_would_be_longer_nothing_is_sharded(ranks):
     results = ranks(2)(chosen, SPARED + 1, AUTO)
     check([result for result, _ in results], steps=0)
     for result, remarks in results:
-        assert {name: result["counters"][name] for name in vars(Counters())} == dict.fromkeys(vars(Counters()), 0)
+        assert {name: result["counters"][name] for name in vars(Counters())} == dict.fromkeys(
+            vars(Counters()), 0
+        )
         assert only_of_choice(remarks) == [
             "Sequential (shard=auto): off: 161 parameters in 4 tensors on 2 ranks: the host may be "
             "the limit; a step "
@@ -141,7 +147,8 @@ def test_where_it_would_not_all_is_sharded(ranks):
     check([result for result, _ in results], steps=STEPS)
     for _, remarks in results:
         assert only_of_choice(remarks) == [
-            "Sequential (shard=auto): on: 161 parameters on 2 ranks save 0.0 MiB of AdamW's state a rank"
+            "Sequential (shard=auto): on: 161 parameters on 2 ranks save 0.0 MiB of AdamW's state "
+            "a rank"
         ]
 
 
@@ -205,7 +212,9 @@ def test_main_parameters_are_not_left_out():
         prepared.append("")
         return ""
 
-    assert sharding_choice.choose_sharding(options, prepare, model, params, group, sparse=(), together=True)
+    assert sharding_choice.choose_sharding(
+        options, prepare, model, params, group, sparse=(), together=True
+    )
     assert prepared == []  # all patches are there from apply() on
 
 
@@ -219,7 +228,9 @@ class Owner(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         for number in range(count):
-            self.register_parameter(f"weight{number}", nn.Parameter(torch.eye(8) + 0.1 * torch.randn(8, 8)))
+            self.register_parameter(
+                f"weight{number}", nn.Parameter(torch.eye(8) + 0.1 * torch.randn(8, 8))
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.parameters():
@@ -233,10 +244,15 @@ def calls_of_step(options: dict[str, Any], count: int) -> dict[str, int]:
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
         module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith(("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.tensors")):
+        if event == "call" and module.startswith(
+            ("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.tensors")
+        ):
             found[f"{module}.{frame.f_code.co_name}"] += 1
 
-    with border(2**40), ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options}):
+    with (
+        border(2**40),
+        ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options}),
+    ):
         model = DistributedDataParallel(Owner(count))
         opt = OPTIMIZERS["adamw"](model.parameters())
         assert (type(model.reducer.grad_reducer.sharder) is GradSharder) is (options == AUTO)
@@ -256,5 +272,7 @@ def calls_by_size(options: dict[str, Any]) -> list[dict[str, int]]:
 def test_where_off_no_parameter_costs_a_call(ranks):
     for few, many in ranks(2)(calls_by_size, AUTO):
         assert few == many
-    for few, many in ranks(2)(calls_by_size, {"shard": "always"}):  # what is counted does grow there
+    for few, many in ranks(2)(
+        calls_by_size, {"shard": "always"}
+    ):  # what is counted does grow there
         assert sum(many.values()) > sum(few.values()) + 40

@@ -73,7 +73,11 @@ def test_state_dict_is_stocks(ranks, world, optimizer):
     for result in same_bits(ranks(world)(both, all_ranks, optimizer)):
         counters = result["counters"]
         assert counters["state_reads"] > 0
-        share = counters["state_bytes"] / counters["state_bytes_whole"] if optimizer != "sgd" else 1 / world
+        share = (
+            counters["state_bytes"] / counters["state_bytes_whole"]
+            if optimizer != "sgd"
+            else 1 / world
+        )
         assert 0.8 / world < share < 1.2 / world, counters
 
 
@@ -106,7 +110,9 @@ READERS: dict[str, Any] = {
     "save": lambda opt, p: saved(opt),
     "pickle": lambda opt, p: pickled(opt),
     "deepcopy": lambda opt, p: on_cpu(copy.deepcopy(opt).state_dict())["state"],
-    "state": lambda opt, p: {n: v.clone() if torch.is_tensor(v) else v for n, v in opt.state[p].items()},
+    "state": lambda opt, p: {
+        n: v.clone() if torch.is_tensor(v) else v for n, v in opt.state[p].items()
+    },
 }
 
 
@@ -215,7 +221,10 @@ def edited(edit: str, again: bool) -> list[dict[str, Any]]:
         if number == 3 or (again and number == 4):
             EDITS[edit](opt, list(opt.state.values()))
         records.append({n: p.detach().clone() for n, p in model.named_parameters()})
-    return [*records, *({name: value.clone() for name, value in state.items()} for state in opt.state.values())]
+    return [
+        *records,
+        *({name: value.clone() for name, value in state.items()} for state in opt.state.values()),
+    ]
 
 
 def check_edited(results: list[dict[str, Any]]) -> None:
@@ -279,7 +288,9 @@ def unreadable() -> list[bool]:
     """What raises while a step ends must not leave its version open: peers would wait for its end."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model, opt = trained(4)
-        (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, LazyTensor)}
+        (source,) = {
+            v.source for s in opt.state.values() for v in s.values() if isinstance(v, LazyTensor)
+        }
         keep, raising = source._write_back_param, [True]
 
         def keep_made(*args: Any) -> None:
@@ -314,7 +325,9 @@ def asked_inside() -> dict[str, Any]:
 
     def asking(optimizer: torch.optim.Adam, *args: Any) -> Any:
         result = init_group(optimizer, *args)
-        thread = threading.Thread(target=lambda: found.update(other=copy.deepcopy(opt.state_dict())))
+        thread = threading.Thread(
+            target=lambda: found.update(other=copy.deepcopy(opt.state_dict()))
+        )
         thread.start()
         thread.join(0.5)
         try:
@@ -385,7 +398,9 @@ class StateReader(Dataset):
 
 
 READS = {
-    "state": lambda model, opt: [{n: v.clone() for n, v in opt.state[p].items()} for p in model.parameters()],
+    "state": lambda model, opt: [
+        {n: v.clone() for n, v in opt.state[p].items()} for p in model.parameters()
+    ],
     "state_dict": lambda model, opt: on_cpu(opt.state_dict()),
     "grads": lambda model, opt: [p.grad.clone() for p in model.parameters()],
 }
@@ -401,7 +416,14 @@ def forked(what: str, optimizer: str, loader: bool) -> list[Any]:
     read = partial(READS[what], model, opt)
     if loader:
         try:
-            found = list(DataLoader(StateReader(read), batch_size=None, num_workers=1, multiprocessing_context="fork"))
+            found = list(
+                DataLoader(
+                    StateReader(read),
+                    batch_size=None,
+                    num_workers=1,
+                    multiprocessing_context="fork",
+                )
+            )
         except PeerError as error:
             found = str(error)
     else:
@@ -413,7 +435,10 @@ def forked(what: str, optimizer: str, loader: bool) -> list[Any]:
     return [found, own, again, copy.deepcopy(on_cpu(opt.state_dict()))]
 
 
-FORKED_OPTIMIZERS = {"adamw": OPTIMIZERS["adamw"], "adafactor": torch.optim.Adafactor}  # by shards, by owners
+FORKED_OPTIMIZERS = {
+    "adamw": OPTIMIZERS["adamw"],
+    "adafactor": torch.optim.Adafactor,
+}  # by shards, by owners
 FORKED = table(what=READS, optimizer=["adamw"], loader=[False, True]) | table(
     what=["state"], optimizer=["adafactor"], loader=[False]
 )
@@ -450,7 +475,9 @@ def into_several() -> list[dict[str, Any]]:
     for other, opt2 in others:
         step(other, opt2, 5)
         state = copy.deepcopy(dcp.get_optimizer_state_dict(other, opt2))
-        records.append({"state": state, "after": {n: p.detach().clone() for n, p in other.named_parameters()}})
+        records.append(
+            {"state": state, "after": {n: p.detach().clone() for n, p in other.named_parameters()}}
+        )
     return records
 
 

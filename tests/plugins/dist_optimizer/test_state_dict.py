@@ -39,7 +39,11 @@ def count_pulled() -> int:
 
 
 def count_unread(state_dict: dict[str, Any]) -> int:
-    return sum(isinstance(value, LazyTensor) for state in state_dict["state"].values() for value in state.values())
+    return sum(
+        isinstance(value, LazyTensor)
+        for state in state_dict["state"].values()
+        for value in state.values()
+    )
 
 
 def save(state_dict: Any) -> Any:
@@ -53,13 +57,21 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "save": save,
     "deepcopy": lambda found: copy.deepcopy(found)["state"],
     "pickle": lambda found: pickle.loads(pickle.dumps(found))["state"],
-    "cpu": lambda found: {n: {k: v.cpu().clone() for k, v in s.items()} for n, s in found["state"].items()},
-    "numpy": lambda found: {n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()},
+    "cpu": lambda found: {
+        n: {k: v.cpu().clone() for k, v in s.items()} for n, s in found["state"].items()
+    },
+    "numpy": lambda found: {
+        n: {k: torch.tensor(v.numpy()) for k, v in s.items()} for n, s in found["state"].items()
+    },
     "equal": lambda found: {
-        "all": torch.tensor([torch.equal(v, v.clone()) for s in found["state"].values() for v in s.values()]),
+        "all": torch.tensor(
+            [torch.equal(v, v.clone()) for s in found["state"].values() for v in s.values()]
+        ),
         "copies": copy.deepcopy(found)["state"],
     },
-    "backwards": lambda found: {n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())},
+    "backwards": lambda found: {
+        n: {k: s[k].clone() for k in reversed(s)} for n, s in reversed(found["state"].items())
+    },
 }
 
 
@@ -304,7 +316,9 @@ def patched(function: Callable[[], Any]) -> Any:
 
 
 def test_state_of_whole_parameters(ranks):
-    for rank, result in enumerate(ranks(2)(both, instead, "adafactor", one_reader, "save", 1, options=ALL)):
+    for rank, result in enumerate(
+        ranks(2)(both, instead, "adafactor", one_reader, "save", 1, options=ALL)
+    ):
         if rank == 0:
             compare(result["stock"], result["patched"]).assert_bitwise()
         assert (result["counters"]["bytes_pulled"] > 0) == (rank == 0)
@@ -330,7 +344,9 @@ def copies_with_sparse_momentum() -> list[Any]:
         model(data(number, 5, 6)).square().mean().backward()
         opt.step()
         state = copy.deepcopy(opt.state_dict())["state"]
-        records.append({"state": {key: value["momentum_buffer"].to_dense() for key, value in state.items()}})
+        records.append(
+            {"state": {key: value["momentum_buffer"].to_dense() for key, value in state.items()}}
+        )
     return records
 
 

@@ -103,7 +103,12 @@ def test_in_hooks_under_dist_optimizer(ranks, world):
     results = ranks(world)(all_cases, stepping, cases)
     for name, case in cases.items():
         optimizers = 6 if "model" in case else 8
-        check([result[name] for result in results], steps=case.get("at", 0), by_parts=None, stock=optimizers)
+        check(
+            [result[name] for result in results],
+            steps=case.get("at", 0),
+            by_parts=None,
+            stock=optimizers,
+        )
 
 
 def offered() -> list[Record]:

@@ -91,4 +91,8 @@ def test_ranks_report_that_one_was_missing(ranks):
         for (is_connected, differs), result in found.items():
             # Votes by all-reduce have the tags of all ranks, and a call to the rank that ends has none.
             is_order = is_connected and differs and rank < 2
-            assert result == (False, _REASON_ORDER if is_order else _REASON_MISSING), (rank, is_connected, differs)
+            assert result == (False, _REASON_ORDER if is_order else _REASON_MISSING), (
+                rank,
+                is_connected,
+                differs,
+            )

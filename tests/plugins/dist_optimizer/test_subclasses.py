@@ -101,7 +101,11 @@ def _train_in_order(name: str, *, patched: bool) -> tuple[list[Any], dict[str, i
             opt.register_step_post_hook(lambda *_: calls.append("post"))
             records: list[Any] = train_steps(model, opt, 3)
             counted = {key: value - start[key] for key, value in _count().items()}
-            remarks = [text for text in list_remarks() if f"{type(opt).__name__} falls back" in text] if patched else []
+            remarks = (
+                [text for text in list_remarks() if f"{type(opt).__name__} falls back" in text]
+                if patched
+                else []
+            )
         # Stock PyTorch continues, also within functions that the classes have kept.
         records += train_steps(model, opt, 2)
         assert Adam.step is stock
@@ -129,9 +133,15 @@ def test_subclasses_without_their_own_step_are_sharded_in_any_order(ranks: Any) 
             torch.testing.assert_close(records[:-1], expected[:-1], rtol=0, atol=0, msg=name)
             assert records[-1] == expected[-1], name
             assert records[-1][0] == "pre", name
-            assert counted == ({"steps": 3, "stock": 0} if is_sharded else {"steps": 0, "stock": 1}), (name, counted)
+            assert counted == (
+                {"steps": 3, "stock": 0} if is_sharded else {"steps": 0, "stock": 1}
+            ), (name, counted)
             if not is_sharded:
-                reason = "is not known to be element-wise" if "own" in name else "Call ovpatch.apply() once, before you"
+                reason = (
+                    "is not known to be element-wise"
+                    if "own" in name
+                    else "Call ovpatch.apply() once, before you"
+                )
                 assert reason in remarks, f"{name}: {remarks}"
 
 

@@ -19,8 +19,22 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models, test_scaler
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, params, some, versions
+from tests.plugins.dist_optimizer import (
+    test_hooks_and_failures,
+    test_loop_styles,
+    test_models,
+    test_scaler,
+)
+from tests.plugins.dist_optimizer.checks import (
+    SMALL,
+    all_cases,
+    both,
+    check_all,
+    ddp,
+    params,
+    some,
+    versions,
+)
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
@@ -46,8 +60,18 @@ class Lamb(Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p), "seen": []}
-                    state |= {"on": True, "shape": p.shape, "scale": 0.1, "nested": {7: (), "a": ({}, [1, (2.5,)])}}
+                    state |= {
+                        "step": 0,
+                        "m": torch.zeros_like(p),
+                        "v": torch.zeros_like(p),
+                        "seen": [],
+                    }
+                    state |= {
+                        "on": True,
+                        "shape": p.shape,
+                        "scale": 0.1,
+                        "nested": {7: (), "a": ({}, [1, (2.5,)])},
+                    }
                 state["step"] += 1
                 if state["step"] == 4:
                     state["slow"], state["norms"] = (
@@ -105,7 +129,9 @@ def train(kind: str, states: bool = False) -> list[Record]:
         step(model, opts, number)
         records += [versions(model), params(model)]
         if states or number == STEPS - 1:
-            records.append({str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)})
+            records.append(
+                {str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)}
+            )
     return records
 
 
@@ -135,7 +161,9 @@ def test_optimizers(ranks, world, kind):
 
 @pytest.mark.parametrize(("bucket_mb", "buckets"), [(0.0, 4), (4e-4, 2)])
 def test_parameters_alone_and_in_buckets(ranks, bucket_mb, buckets):
-    results = ranks(2)(all_cases, train, {"": {"kind": "lamb"}}, options=NAMED | {"gather_bucket_mb": bucket_mb})
+    results = ranks(2)(
+        all_cases, train, {"": {"kind": "lamb"}}, options=NAMED | {"gather_bucket_mb": bucket_mb}
+    )
     check_each(results)
     counters = results[0][""]["counters"]
     assert counters["gathers"] == buckets * STEPS
@@ -155,13 +183,21 @@ def shares(kind: str) -> tuple[list[int], int]:
             opt.zero_grad()
             model(data(number, 5, 16)).square().mean().backward()
             opt.step()
-        values = [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
+        values = [
+            v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)
+        ]
         assert all(isinstance(value, LazyTensor) for value in values)
         (source,) = {value.source for value in values}
-        kept, everything = sum(part.numel() for part in source._local.values()), sum(v.numel() for v in values)
+        kept, everything = (
+            sum(part.numel() for part in source._local.values()),
+            sum(v.numel() for v in values),
+        )
         dist.barrier()
         assert everything == sum(
-            v.numel() for s in opt.state_dict()["state"].values() for v in s.values() if isinstance(v, Tensor)
+            v.numel()
+            for s in opt.state_dict()["state"].values()
+            for v in s.values()
+            if isinstance(v, Tensor)
         )
         dist.barrier()
     return kept, everything
@@ -218,13 +254,19 @@ def instead(kind: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return run(*args, **kwargs)
 
 
-def cases(kind: str, run: Callable[..., Any], of: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def cases(
+    kind: str, run: Callable[..., Any], of: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     return {name: {"kind": kind, "run": run, **kwargs} for name, kwargs in of.items()}
 
 
 def styles(kind: str) -> dict[str, dict[str, Any]]:
-    ones = {s: {"style": s} for s in test_loop_styles.STYLES if s != "group_added" or kind != "muon"}
-    return cases(kind, test_loop_styles.train, ones | {"early": {"style": "closure", "early": True}})
+    ones = {
+        s: {"style": s} for s in test_loop_styles.STYLES if s != "group_added" or kind != "muon"
+    }
+    return cases(
+        kind, test_loop_styles.train, ones | {"early": {"style": "closure", "early": True}}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,7 +294,9 @@ def frozen_for_a_while(kind: str) -> list[Record]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_that_is_frozen_for_a_while(ranks, kind):
-    check_each(ranks(2)(all_cases, frozen_for_a_while, {"": {"kind": kind}}, options=NAMED), steps=9)
+    check_each(
+        ranks(2)(all_cases, frozen_for_a_while, {"": {"kind": kind}}, options=NAMED), steps=9
+    )
 
 
 def two_dtypes(eps: float | None) -> list[Record]:
@@ -262,7 +306,9 @@ def two_dtypes(eps: float | None) -> list[Record]:
     module[2].register_forward_pre_hook(lambda _, args: args[0].double())
     module[2].register_forward_hook(lambda _, args, out: out.float())
     model = ddp(module)
-    opt = torch.optim.Adafactor([*module[2].parameters(), *module[0].parameters()], lr=0.01, eps=(eps, 1e-3))
+    opt = torch.optim.Adafactor(
+        [*module[2].parameters(), *module[0].parameters()], lr=0.01, eps=(eps, 1e-3)
+    )
     records = []
     for number in range(3):
         step(model, [opt], number)
@@ -277,11 +323,22 @@ def test_an_optimizer_that_takes_the_epsilon_of_another_parameter_is_stock(ranks
 
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 def test_kinds_of_models(ranks, kind):
-    wanted = {"unused", "unused by rank, gradients stay", "frozen", "static graph", "double", "checkpointed, reentrant"}
-    wanted |= {"odd"} if kind == "lamb" else {"bfloat16"}  # Adafactor divides by the elements of an empty parameter
+    wanted = {
+        "unused",
+        "unused by rank, gradients stay",
+        "frozen",
+        "static graph",
+        "double",
+        "checkpointed, reentrant",
+    }
+    wanted |= (
+        {"odd"} if kind == "lamb" else {"bfloat16"}
+    )  # Adafactor divides by the elements of an empty parameter
     owners = {"owners": owners_of[kind]}
     loops = {name: kwargs | owners for name, kwargs in test_models.CASES.items() if name in wanted}
-    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS)
+    check_each(
+        ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS
+    )
 
 
 def by_groups(kind: str, model: nn.Module) -> list[Optimizer]:
@@ -305,11 +362,17 @@ owners_of = {kind: functools.partial(by_groups, kind) for kind in ONE}
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 def test_several_optimizers(ranks, kind):
     loops = {f.__name__: {"owners": functools.partial(f, kind)} for f in (disjoint, shared)}
-    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS)
+    check_each(
+        ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS
+    )
 
 
 def test_hooks_see_all_parameters(ranks):
-    loops = cases("adafactor", test_hooks_and_failures.hooked, {"look": {"look": True}, "glance": {"look": False}})
+    loops = cases(
+        "adafactor",
+        test_hooks_and_failures.hooked,
+        {"look": {"look": True}, "glance": {"look": False}},
+    )
     check_each(ranks(2)(all_cases, instead, loops), steps=8)
 
 
@@ -323,11 +386,15 @@ LOCAL = ["all", "begins", "ends", "average"]
 
 
 # What becomes stock does not depend on the kind.
-@pytest.mark.parametrize(("kind", "style"), [*(("lamb", style) for style in LOCAL), ("adafactor", "begins")])
+@pytest.mark.parametrize(
+    ("kind", "style"), [*(("lamb", style) for style in LOCAL), ("adafactor", "begins")]
+)
 def test_steps_on_local_gradients_are_stocks(ranks, style, kind):
     loops = cases(kind, test_hooks_and_failures.local_steps, {style: {"style": style}})
     steps = 0 if style in ("all", "ends") else 1
-    check_all(ranks(2)(all_cases, instead, loops, options=NAMED), steps=steps, stock=1, by_parts=False)
+    check_all(
+        ranks(2)(all_cases, instead, loops, options=NAMED), steps=steps, stock=1, by_parts=False
+    )
 
 
 # --- one rank raises ---
@@ -357,7 +424,9 @@ def raising_alone() -> list[Record]:
             step(model, [opt], number)
         except ValueError:
             raised += 1
-        records.append({name: p for name, p in params(model).items() if p.numel() >= 8})  # others have no owner
+        records.append(
+            {name: p for name, p in params(model).items() if p.numel() >= 8}
+        )  # others have no owner
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, raised)
     return [records, everybody]
@@ -374,7 +443,11 @@ def test_an_error_on_one_rank_leaves_the_parameters_the_same_on_all(ranks):
 
 def scaled(kind: str) -> dict[str, dict[str, Any]]:
     once = {"fused": False, "culprit": 0}
-    return cases(kind, test_scaler.train, {f"{on}": {"unscale": on, "clip": on, **once} for on in (False, True)})
+    return cases(
+        kind,
+        test_scaler.train,
+        {f"{on}": {"unscale": on, "clip": on, **once} for on in (False, True)},
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,14 @@ from tests.plugins.dist_optimizer import test_state
 from tests.plugins.dist_optimizer.checks import SMALL, apply, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
-from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, MAKERS, NAMED, build, instead, step
+from tests.plugins.dist_optimizer.test_whole_parameters import (
+    KINDS,
+    MAKERS,
+    NAMED,
+    build,
+    instead,
+    step,
+)
 from tests.support.equality import compare
 
 EVERY = ["adamw", *KINDS]  # updated by shards, and whole by owners
@@ -57,7 +64,9 @@ def layouts(kind: str) -> list[Any]:
                 for name, value in state.items():
                     is_tensor = isinstance(value, torch.Tensor)
                     assert not isinstance(value, LazyTensor) or value.numel() < 100
-                    records.append([name, (tuple(value.shape), str(value.dtype)) if is_tensor else repr(value)])
+                    records.append(
+                        [name, (tuple(value.shape), str(value.dtype)) if is_tensor else repr(value)]
+                    )
     return records
 
 
@@ -116,7 +125,9 @@ def resumed(kind: str, load_before_wrap: bool) -> list[Record]:
     model, (opt, *others) = build(kind)
     for number in range(5):
         step(model, [opt, *others], number)
-    checkpoint = copy.deepcopy((model.module.state_dict(), [one.state_dict() for one in (opt, *others)]))
+    checkpoint = copy.deepcopy(
+        (model.module.state_dict(), [one.state_dict() for one in (opt, *others)])
+    )
     raw = net()
     raw.load_state_dict(checkpoint[0])
     second = MAKERS[kind](raw)
@@ -150,7 +161,9 @@ def check_resumed(results: list[dict[str, Any]]) -> None:
 
 def test_a_resumed_run_continues(ranks):
     cases = table(kind=EVERY, load_before_wrap=[True, False])
-    check_owned(ranks(2)(all_both, resumed, cases, apply=apply_named, timeout=120), check=check_resumed)
+    check_owned(
+        ranks(2)(all_both, resumed, cases, apply=apply_named, timeout=120), check=check_resumed
+    )
 
 
 def dropped_at_once(kind: str) -> None:
@@ -161,7 +174,11 @@ def dropped_at_once(kind: str) -> None:
         opts[0].load_state_dict(copy.deepcopy(opts[0].state_dict()))
         for param, state in opts[0].state.items():
             for value in state.values():
-                assert param.numel() < 8 or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor)
+                assert (
+                    param.numel() < 8
+                    or not isinstance(value, torch.Tensor)
+                    or isinstance(value, LazyTensor)
+                )
         dist.barrier()
 
 
@@ -198,10 +215,14 @@ def by_dcp(kind: str, full: bool, fresh: bool) -> list[Record]:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, full):
-    results = ranks(2)(all_both, by_dcp, table(kind=EVERY[:3], full=[full], fresh=[False, True]), apply=apply_named)
+    results = ranks(2)(
+        all_both, by_dcp, table(kind=EVERY[:3], full=[full], fresh=[False, True]), apply=apply_named
+    )
     check_owned(results)
     for rank, result in enumerate(results):
-        assert all(case["counters"]["state_reads"] > 0 or (full and rank) for case in result.values())
+        assert all(
+            case["counters"]["state_reads"] > 0 or (full and rank) for case in result.values()
+        )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
@@ -223,9 +244,16 @@ def reverted(kind: str, patched: bool) -> list[Record]:
     for number in range(9):
         if number == 5 and patched:
             ovpatch.revert()
-            assert not any(isinstance(v, LazyTensor) for opt in opts for s in opt.state.values() for v in s.values())
+            assert not any(
+                isinstance(v, LazyTensor)
+                for opt in opts
+                for s in opt.state.values()
+                for v in s.values()
+            )
         if number == 5:
-            records.append({str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)})
+            records.append(
+                {str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)}
+            )
         step(model, opts, number)
         records.append(params(model))
     dist.barrier()
@@ -234,7 +262,9 @@ def reverted(kind: str, patched: bool) -> list[Record]:
 
 @each_kind
 def test_revert_in_mid_training(ranks, kind):
-    for stock, patched in zip(ranks(2)(reverted, kind, False), ranks(2)(reverted, kind, True), strict=True):
+    for stock, patched in zip(
+        ranks(2)(reverted, kind, False), ranks(2)(reverted, kind, True), strict=True
+    ):
         compare(stock, patched).assert_bitwise()
 
 

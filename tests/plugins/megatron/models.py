@@ -65,7 +65,9 @@ def parallel(tp: int = 1, pp: int = 1, **sizes: int) -> Iterator[Any]:
         mock.patch.object(Tensor, "cuda", lambda one: one),  # of tied weights
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", _OneStream()),
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
-        mock.patch.object(random, "_get_all_rng_states", return_value=()),  # of CUDA, for recomputation
+        mock.patch.object(
+            random, "_get_all_rng_states", return_value=()
+        ),  # of CUDA, for recomputation
         mock.patch.object(random, "_set_all_rng_states"),
     ):
         for name in ("empty", "tensor", "zeros"):
@@ -118,7 +120,9 @@ def gpt(config: Any, **changes: Any) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layers = config.num_layers // config.pipeline_model_parallel_size
     given = {
-        "transformer_layer_spec": TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm),
+        "transformer_layer_spec": TransformerBlockSubmodules(
+            layer_specs=[layer] * layers, layer_norm=Norm
+        ),
         "vocab_size": VOCABULARY,
         "max_sequence_length": SEQUENCE,
         "share_embeddings_and_output_weights": False,
@@ -174,14 +178,19 @@ def train_gpt(
                 if (main_grad := getattr(param, "main_grad", None)) is not None:
                     param.grad = main_grad.to(dtype)
             found.append(
-                {"out": out.detach().clone(), "grads": {name: one.grad.clone() for name, one in trained.items()}}
+                {
+                    "out": out.detach().clone(),
+                    "grads": {name: one.grad.clone() for name, one in trained.items()},
+                }
             )
             optimizer.step()
             optimizer.zero_grad()
             for param in trained.values():
                 if (main_grad := getattr(param, "main_grad", None)) is not None:
                     main_grad.zero_()
-            found[-1]["params"] = {name: param.detach().clone() for name, param in model.named_parameters()}
+            found[-1]["params"] = {
+                name: param.detach().clone() for name, param in model.named_parameters()
+            }
     return found
 
 
@@ -238,7 +247,9 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     given = {"overlap_grad_reduce": True, "bucket_size": 1, "check_for_nan_in_grad": False}
-    return DistributedDataParallel(transformer_config(), DistributedDataParallelConfig(**given | options), module)
+    return DistributedDataParallel(
+        transformer_config(), DistributedDataParallelConfig(**given | options), module
+    )
 
 
 def rows(step: int, rank: int) -> Tensor:
@@ -260,6 +271,8 @@ def distributed_optimizer(model: Any) -> Any:
         clip_grad=0.0,
     )
     stock = Tensor.type
-    kind = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}[dtype]
+    kind = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}[
+        dtype
+    ]
     with mock.patch.object(Tensor, "type", lambda one, *to: stock(one, *to) if to else kind):
         return get_megatron_optimizer(config, [model])

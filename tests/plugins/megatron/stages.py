@@ -62,7 +62,9 @@ class Case:
     dtype: torch.dtype = torch.float32
     config: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] | None = field(default_factory=lambda: {"overlap_grad_reduce": True, "bucket_size": 2000})
+    ddp: dict[str, Any] | None = field(
+        default_factory=lambda: {"overlap_grad_reduce": True, "bucket_size": 2000}
+    )
     given: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
     lengths: tuple[int, ...] = (SEQUENCE,)
@@ -97,7 +99,11 @@ def _make_forward(case: Case) -> Any:
         def loss(output: Tensor) -> Any:
             total = output.float().sum() if case.per_token else output.float().mean()
             seen = {"loss": total.detach().clone()}
-            return (total, torch.tensor(output.numel(), dtype=torch.int), seen) if case.per_token else (total, seen)
+            return (
+                (total, torch.tensor(output.numel(), dtype=torch.int), seen)
+                if case.per_token
+                else (total, seen)
+            )
 
         return out, loss
 
@@ -106,7 +112,11 @@ def _make_forward(case: Case) -> Any:
 
 def train(case: Case) -> list[dict[str, Any]]:
     """Return each step's losses, gradients and parameters of this rank's stage."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     found = []
@@ -129,15 +139,25 @@ def train(case: Case) -> list[dict[str, Any]]:
             globals()[case.prepare](module)
         model: Any = module
         if case.ddp is not None:
-            sharded = {"use_distributed_optimizer": True, "overlap_param_gather": True} if case.sharded else {}
+            sharded = (
+                {"use_distributed_optimizer": True, "overlap_param_gather": True}
+                if case.sharded
+                else {}
+            )
             options = {"check_for_nan_in_grad": False} | case.ddp | sharded
-            model = DistributedDataParallel(config, DistributedDataParallelConfig(**options), module)
+            model = DistributedDataParallel(
+                config, DistributedDataParallelConfig(**options), module
+            )
             config.no_sync_func = model.no_sync
             config.finalize_model_grads_func = finalize_model_grads
             if case.grad_sync:
                 config.grad_sync_func = model.start_grad_sync
         trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
-        optimizer = distributed_optimizer(model) if case.sharded else torch.optim.AdamW(trained.values(), lr=1e-2)
+        optimizer = (
+            distributed_optimizer(model)
+            if case.sharded
+            else torch.optim.AdamW(trained.values(), lr=1e-2)
+        )
         run = get_forward_backward_func()
         given = {
             "forward_step_func": _make_forward(case),
@@ -166,7 +186,9 @@ def train(case: Case) -> list[dict[str, Any]]:
                 model.zero_grad_buffer()
             data = _data(case, step, state.get_data_parallel_rank())
             if case.fails and step == 0:
-                failing = mock.patch.object(config, "finalize_model_grads_func", side_effect=ZeroDivisionError)
+                failing = mock.patch.object(
+                    config, "finalize_model_grads_func", side_effect=ZeroDivisionError
+                )
                 with failing, contextlib.suppress(ZeroDivisionError):
                     run(data_iterator=data, forward_only=False, **given)
                 model.finish_grad_sync()  # a started reduction ends, or the next step has it
@@ -180,13 +202,17 @@ def train(case: Case) -> list[dict[str, Any]]:
             grads = {name: param.grad for name, param in trained.items() if param.grad is not None}
             row["grads"] = {name: grad.clone() for name, grad in grads.items()}
             row["main_grads"] = {
-                name: param.main_grad.clone() for name, param in trained.items() if hasattr(param, "main_grad")
+                name: param.main_grad.clone()
+                for name, param in trained.items()
+                if hasattr(param, "main_grad")
             }
             optimizer.step()
             optimizer.zero_grad()
             if case.sharded:  # else Megatron shows stale values
                 model.start_param_sync(force_sync=True)
-            row["params"] = {name: param.detach().clone() for name, param in module.named_parameters()}
+            row["params"] = {
+                name: param.detach().clone() for name, param in module.named_parameters()
+            }
             found.append(row)
     return found
 
@@ -196,8 +222,12 @@ def _give_kernels(stack: contextlib.ExitStack) -> None:
     from megatron.core.tensor_parallel import layers
 
     stack.enter_context(mock.patch.object(layers, "_grad_accum_fusion_available", True))
-    stack.enter_context(mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", models.Kernels, create=True))
-    stack.enter_context(mock.patch.dict(sys.modules, {"fused_weight_gradient_mlp_cuda": models.Kernels}))
+    stack.enter_context(
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", models.Kernels, create=True)
+    )
+    stack.enter_context(
+        mock.patch.dict(sys.modules, {"fused_weight_gradient_mlp_cuda": models.Kernels})
+    )
 
 
 def defer_output_layer(module: nn.Module) -> None:
@@ -205,7 +235,10 @@ def defer_output_layer(module: nn.Module) -> None:
     from megatron.core.tensor_parallel import layers
 
     for part in module.modules():
-        if isinstance(part, layers.ColumnParallelLinear) and part.embedding_activation_buffer is None:
+        if (
+            isinstance(part, layers.ColumnParallelLinear)
+            and part.embedding_activation_buffer is None
+        ):
             part.config = copy.copy(part.config)
             part.config.defer_embedding_wgrad_compute = False
 
@@ -234,7 +267,11 @@ def read_elsewhere_later(module: nn.Module) -> None:
         return (args[0] + mlp.linear_fc2.weight.sum(), *args[1:]) if microbatches[-1] else None
 
     def add_behind(_module: Any, args: Any, out: Any) -> Any:
-        return (out[0] + nn.functional.linear(args[0], mlp.linear_fc1.weight), out[1]) if microbatches[-1] else None
+        return (
+            (out[0] + nn.functional.linear(args[0], mlp.linear_fc1.weight), out[1])
+            if microbatches[-1]
+            else None
+        )
 
     def add_again(linear: Any, args: Any, out: Any) -> Any:
         return (out[0] + linear.forward(2 * args[0])[0], out[1]) if microbatches[-1] else None
@@ -267,7 +304,9 @@ def _run_on_the_same_groups(
     stock = {name: train(case) for name, case in cases.items()}
     found: dict[str, Any] = {}
     for schedule in schedules:
-        with ovpatch.applied("megatron", options={"megatron": {"pipeline_schedule": schedule} | options}):
+        with ovpatch.applied(
+            "megatron", options={"megatron": {"pipeline_schedule": schedule} | options}
+        ):
             for name, case in cases.items():
                 before = COUNTERS.as_dict()
                 rows = compare(stock[name], train(case)).rows

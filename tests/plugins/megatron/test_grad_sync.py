@@ -24,7 +24,9 @@ def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
     return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
 
 
-def train(order: tuple[str, ...], *, extra: int = -1, where: str = "", steps: int = 3) -> list[Grads]:
+def train(
+    order: tuple[str, ...], *, extra: int = -1, where: str = "", steps: int = 3
+) -> list[Grads]:
     """Return the reduced gradients of each step.
 
     Step ``extra`` has a second backward: inside of no_sync() ``before`` the other or ``behind`` it; else behind it, and
@@ -42,7 +44,9 @@ def train(order: tuple[str, ...], *, extra: int = -1, where: str = "", steps: in
             with model.no_sync() if where == "behind" else contextlib.nullcontext():
                 model(rows(step + 50, dist.get_rank())).square().mean().backward()
         model.finish_grad_sync()
-        found.append({name: param.main_grad.clone() for name, param in model.module.named_parameters()})
+        found.append(
+            {name: param.main_grad.clone() for name, param in model.module.named_parameters()}
+        )
     return found
 
 
@@ -81,7 +85,9 @@ def orders_differ(patched: bool) -> tuple[list[float], dict[str, int]]:
 
 def one_backward_more(patched: bool, extra: int, where: str) -> list[float]:
     with parallel(), features(patched):
-        return errors(train(("a", "b", "c"), extra=extra, where=where), expected(("a", "b", "c"), extra=extra))
+        return errors(
+            train(("a", "b", "c"), extra=extra, where=where), expected(("a", "b", "c"), extra=extra)
+        )
 
 
 def refused(where: str) -> str:
@@ -142,7 +148,9 @@ def after_a_failed_backward(complete: bool) -> list[float]:
         model.zero_grad_buffer()
         model(rows(0, dist.get_rank())).square().mean().backward()
         if not complete:
-            with pytest.raises(AssertionError, match="Communication call has not been issued for this bucket"):
+            with pytest.raises(
+                AssertionError, match="Communication call has not been issued for this bucket"
+            ):
                 model.finish_grad_sync()
             return []
         model.finish_grad_sync()
@@ -150,7 +158,9 @@ def after_a_failed_backward(complete: bool) -> list[float]:
         return errors(found, expected(order, steps=1))
 
 
-@pytest.mark.parametrize("complete", [True, False], ids=["the next is complete", "the next lacks a gradient"])
+@pytest.mark.parametrize(
+    "complete", [True, False], ids=["the next is complete", "the next lacks a gradient"]
+)
 def test_a_failed_backward_leaves_nothing_for_the_next(ranks, complete):
     for found in ranks(2)(after_a_failed_backward, complete):
         assert max(found, default=0.0) < 1e-6
@@ -169,7 +179,12 @@ def wrapped_before_apply() -> tuple[list[float], int]:
                 model.zero_grad_buffer()
                 model(rows(step, dist.get_rank())).square().mean().backward()
                 model.finish_grad_sync()
-                found.append({name: param.main_grad.clone() for name, param in model.module.named_parameters()})
+                found.append(
+                    {
+                        name: param.main_grad.clone()
+                        for name, param in model.module.named_parameters()
+                    }
+                )
             right = expected(order)
             return errors(found, right), COUNTERS.reductions - before
 
@@ -201,5 +216,9 @@ def with_transformer_engine() -> list[str]:
 
 def test_linears_of_transformer_engine_are_left_to_it_and_said(ranks):
     for remarks in ranks(1)(with_transformer_engine):
-        said = [remark for remark in remarks if "Transformer Engine's, which has an overlap of its own" in remark]
+        said = [
+            remark
+            for remark in remarks
+            if "Transformer Engine's, which has an overlap of its own" in remark
+        ]
         assert [remark.partition(":")[0] for remark in said] == ["TELinear"]

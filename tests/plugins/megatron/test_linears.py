@@ -27,7 +27,11 @@ from tests.support.rarely import ALL_CASES
 pytestmark = needs("megatron")
 
 LINEARS = 2 * 4 + 1  # of two layers, and the output layer
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"share_embeddings_and_output_weights": True},
@@ -51,13 +55,19 @@ def run(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str
         return run_on_the_same_groups(cases, options)
 
 
-def run_on_the_same_groups(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def run_on_the_same_groups(
+    cases: Mapping[str, Any], options: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     found: dict[str, Any] = {}
     for name, case in cases.items():
         kernels = models.Kernels.calls
-        found[name] = {"stock": train_gpt(**case), "patched": [], "kernels": models.Kernels.calls - kernels}
+        found[name] = {
+            "stock": train_gpt(**case),
+            "patched": [],
+            "kernels": models.Kernels.calls - kernels,
+        }
     for option in options:
         with ovpatch.applied("megatron", options={"megatron": option}):
             for name, case in cases.items():
@@ -71,7 +81,13 @@ def run_on_the_same_groups(cases: Mapping[str, Any], options: Sequence[dict[str,
 @pytest.mark.parametrize(
     ("option", "names"),
     # What is kept for the backward depends on who needs a gradient, on recomputation and on whose product it is.
-    [({}, list(CASES)), ({"regather": False}, list(CASES) if ALL_CASES else ["recomputed", "frozen", "fused, bf16"])],
+    [
+        ({}, list(CASES)),
+        (
+            {"regather": False},
+            list(CASES) if ALL_CASES else ["recomputed", "frozen", "fused, bf16"],
+        ),
+    ],
     ids=["by default", "regather=False"],
 )
 def test_with_megatrons_order_of_sums_all_bits_are_megatrons(ranks, option, names):
@@ -81,11 +97,15 @@ def test_with_megatrons_order_of_sums_all_bits_are_megatrons(ranks, option, name
             ((patched, counters, kernels),) = runs["patched"]
             rows = compare(runs["stock"], patched).rows
             assert [row.name for row in rows if row.verdict is not Verdict.BITWISE] == [], name
-            assert (counters["calls"], counters["stock_calls"]) == (2 * LINEARS + recomputed, 0), name
+            assert (counters["calls"], counters["stock_calls"]) == (2 * LINEARS + recomputed, 0), (
+                name
+            )
             assert kernels == runs["kernels"] == (2 * LINEARS if "fused" in name else 0), name
 
 
-@pytest.mark.parametrize(("world", "schedules"), [(2, ("ring", "chunk")), (4, ("stock", "bulk", "ring", "chunk"))])
+@pytest.mark.parametrize(
+    ("world", "schedules"), [(2, ("ring", "chunk")), (4, ("stock", "bulk", "ring", "chunk"))]
+)
 def test_with_another_order_of_sums_only_rounding_differs(ranks, world, schedules):
     options = [{"schedule": schedule, "chunks": 2} for schedule in schedules]
     cases = WIDE if world == 2 else {"plain": WIDE["plain"]}
@@ -104,14 +124,22 @@ def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
     with ovpatch.applied("megatron"):
         train_gpt(steps=1)  # a replacement comes later, too
         stock, before = layers.reduce_scatter_to_sequence_parallel_region, COUNTERS.as_dict()
-        layers.reduce_scatter_to_sequence_parallel_region = lambda *args, **kwargs: stock(*args, **kwargs)
+        layers.reduce_scatter_to_sequence_parallel_region = lambda *args, **kwargs: stock(
+            *args, **kwargs
+        )
         try:
             train_gpt()
         finally:
             layers.reduce_scatter_to_sequence_parallel_region = stock
         with models.parallel(tp=2):
             layers.linear_with_grad_accumulation_and_async_allreduce(
-                torch.ones(2, 1, 4), torch.nn.Parameter(torch.ones(4, 4)), None, False, False, True, []
+                torch.ones(2, 1, 4),
+                torch.nn.Parameter(torch.ones(4, 4)),
+                None,
+                False,
+                False,
+                True,
+                [],
             )
         remarks = list(ovpatch.report()["megatron"].remarks)
         return {key: value - before[key] for key, value in COUNTERS.as_dict().items()}, remarks
@@ -122,7 +150,10 @@ def wrapped_before_apply(managed: bool) -> tuple[list[str], dict[str, int], list
 
     from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
-    names, called = ["linear_with_grad_accumulation_and_async_allreduce", "RowParallelLinear.forward"], []
+    names, called = (
+        ["linear_with_grad_accumulation_and_async_allreduce", "RowParallelLinear.forward"],
+        [],
+    )
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -146,16 +177,26 @@ def wrapped_before_apply(managed: bool) -> tuple[list[str], dict[str, int], list
             before = COUNTERS.as_dict()
             train_gpt(steps=1)
             remarks = list(ovpatch.report()["megatron"].remarks)
-            return called, {key: value - before[key] for key, value in COUNTERS.as_dict().items()}, remarks
+            return (
+                called,
+                {key: value - before[key] for key, value in COUNTERS.as_dict().items()},
+                remarks,
+            )
 
 
 @pytest.mark.parametrize("managed", [True, False], ids=["by a patch manager", "by hand"])
 def test_what_another_library_has_wrapped_before_is_called_and_said(ranks, managed):
     for called, counters, remarks in ranks(2)(wrapped_before_apply, managed):
-        assert Counter(called) == {"linear_with_grad_accumulation_and_async_allreduce": LINEARS, "forward": 2 * 2}
+        assert Counter(called) == {
+            "linear_with_grad_accumulation_and_async_allreduce": LINEARS,
+            "forward": 2 * 2,
+        }
         assert (counters["calls"], counters["stock_calls"]) == (0, LINEARS)
         for kind in ("column", "row"):
-            assert any(f"a {kind}-parallel linear" in text and "another library's" in text for text in remarks)
+            assert any(
+                f"a {kind}-parallel linear" in text and "another library's" in text
+                for text in remarks
+            )
 
 
 def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
@@ -164,7 +205,10 @@ def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
         assert counters["calls"] == 2 * (LINEARS - rows)
         assert counters["stock_calls"] == 2 * rows + 1
         text = " ".join(remarks)
-        assert "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's" in text
+        assert (
+            "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's"
+            in text
+        )
         assert "a column-parallel linear: grad_output_buffer asks for more" in text
 
 
@@ -215,7 +259,10 @@ def with_a_schedule_of_each_rank() -> str:
 
 def test_ranks_that_differ_are_named(ranks):
     for text in ranks(2)(with_a_schedule_of_each_rank):
-        assert 'ranks disagree on \'megatron\': schedule is "bulk" on rank 0 but "ring" on rank 1' in text
+        assert (
+            'ranks disagree on \'megatron\': schedule is "bulk" on rank 0 but "ring" on rank 1'
+            in text
+        )
         assert "OVPATCH_MEGATRON_LINEARS=0" in text
 
 
@@ -224,12 +271,19 @@ def test_ranks_that_differ_are_named(ranks):
     [
         (4, None, "bulk", "its product is below min_linear_gflop"),
         (4, None, "ring", "its product is below min_linear_gflop"),
-        (1 << 28, "1", "bulk", "with CUDA_DEVICE_MAX_CONNECTIONS=1 it hides what schedule bulk hides"),
+        (
+            1 << 28,
+            "1",
+            "bulk",
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 it hides what schedule bulk hides",
+        ),
         (1 << 28, "1", "ring", ""),
         (1 << 28, "8", "bulk", ""),
     ],
 )
-def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connections, schedule, reason):
+def test_on_a_gpu_linears_without_a_gain_are_megatrons(
+    monkeypatch, rows, connections, schedule, reason
+):
     monkeypatch.setattr(megatron_report, "_LEFT", {})
     monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -244,12 +298,18 @@ def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connec
         megatron_report._LEFT.clear()
         entering = patches._enter(x, weight, False, group, kind, "")
         assert (entering is None) == bool(reason)
-        assert megatron_report.list_left() == ([f"a {kind}-parallel linear: {reason}"] if reason else [])
+        assert megatron_report.list_left() == (
+            [f"a {kind}-parallel linear: {reason}"] if reason else []
+        )
 
 
 def test_linears_whose_weight_gradients_are_delayed_are_ours_on_a_gpu_too(monkeypatch):
     monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
-    x, group, queue = mock.Mock(is_cuda=True, dtype=torch.float32, shape=(4, 4)), mock.Mock(), WeightGradQueue()
+    x, group, queue = (
+        mock.Mock(is_cuda=True, dtype=torch.float32, shape=(4, 4)),
+        mock.Mock(),
+        WeightGradQueue(),
+    )
     x.device, x.numel.return_value, group.size.return_value = torch.device("cpu"), 16, 2
     patches, weight = linears.LinearPatches(OPTIONS, queue), torch.nn.Parameter(torch.zeros(3, 4))
     assert patches._enter(x, weight, False, group, "row", "") is None

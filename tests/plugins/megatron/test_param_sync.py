@@ -26,7 +26,9 @@ READERS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "functional read": lambda model: {
         name: linear(torch.eye(16), getattr(model.module, name).weight).t() for name in "abc"
     },
-    "deepcopy": lambda model: {name: one.detach() for name, one in copy.deepcopy(model.module).named_parameters()},
+    "deepcopy": lambda model: {
+        name: one.detach() for name, one in copy.deepcopy(model.module).named_parameters()
+    },
     "saved": lambda model: _saved(model.module),
     "no hooks": lambda model: _without_hooks(model),
 }
@@ -36,7 +38,10 @@ def _saved(module: torch.nn.Module) -> dict[str, Tensor]:
     file = io.BytesIO()
     torch.save(list(module.parameters()), file)
     file.seek(0)
-    return {name: one.detach() for name, one in zip("abc", torch.load(file, weights_only=False), strict=True)}
+    return {
+        name: one.detach()
+        for name, one in zip("abc", torch.load(file, weights_only=False), strict=True)
+    }
 
 
 def _without_hooks(model: Any) -> dict[str, Tensor]:
@@ -51,9 +56,13 @@ def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
     return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
 
 
-def train(read: Callable[[Any], dict[str, Tensor]] | None, reader: int | None, steps: int = 3) -> Any:
+def train(
+    read: Callable[[Any], dict[str, Tensor]] | None, reader: int | None, steps: int = 3
+) -> Any:
     """Return what is read after each step, by all ranks or by one, and the parameters at the end."""
-    model = wrapped(Paths(("a", "b", "c")), use_distributed_optimizer=True, overlap_param_gather=True)
+    model = wrapped(
+        Paths(("a", "b", "c")), use_distributed_optimizer=True, overlap_param_gather=True
+    )
     optimizer = distributed_optimizer(model)
     found = []
     for step in range(steps):
@@ -62,9 +71,13 @@ def train(read: Callable[[Any], dict[str, Tensor]] | None, reader: int | None, s
         model.finish_grad_sync()
         optimizer.step()
         if read is not None and reader in (None, dist.get_rank()):
-            found.append({name.partition(".")[0]: one.detach().clone() for name, one in read(model).items()})
+            found.append(
+                {name.partition(".")[0]: one.detach().clone() for name, one in read(model).items()}
+            )
     model.start_param_sync(force_sync=True)
-    return found, {name[0]: param.detach().clone() for name, param in model.module.named_parameters()}
+    return found, {
+        name[0]: param.detach().clone() for name, param in model.module.named_parameters()
+    }
 
 
 def reference(steps: int = 3) -> list[dict[str, Tensor]]:
@@ -87,7 +100,9 @@ def error(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return max(float((one[name] - two[name]).abs().max()) for name in "abc")
 
 
-def read_between(name: str, patched: bool, reader: int | None) -> tuple[list[float], float, dict[str, int]]:
+def read_between(
+    name: str, patched: bool, reader: int | None
+) -> tuple[list[float], float, dict[str, int]]:
     from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     before = COUNTERS.as_dict()
@@ -95,7 +110,11 @@ def read_between(name: str, patched: bool, reader: int | None) -> tuple[list[flo
         found, last = train(READERS[name], reader)
         right = reference()
     counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
-    return [error(one, two) for one, two in zip(found, right, strict=False)], error(last, right[-1]), counters
+    return (
+        [error(one, two) for one, two in zip(found, right, strict=False)],
+        error(last, right[-1]),
+        counters,
+    )
 
 
 def all_reads(names: list[str], patched: bool, reader: int | None) -> dict[str, Any]:
@@ -106,7 +125,9 @@ def all_reads(names: list[str], patched: bool, reader: int | None) -> dict[str, 
 def test_reads_between_step_and_forward_are_stale_on_stock(ranks):
     for found in ranks(2)(all_reads, list(READERS), False, None):
         for name, (stale, last, _) in found.items():
-            assert min(stale) > 1e-3, f"{name} is right on stock by now: the feature's part has lost its reason"
+            assert min(stale) > 1e-3, (
+                f"{name} is right on stock by now: the feature's part has lost its reason"
+            )
             assert last < 1e-6, name
 
 
@@ -124,7 +145,9 @@ def model_that_goes() -> tuple[int, int]:
     from ovpatch.overlap.tensors.pending_param import PENDING
 
     with parallel(), features(True):
-        model = wrapped(Paths(("a", "b", "c")), use_distributed_optimizer=True, overlap_param_gather=True)
+        model = wrapped(
+            Paths(("a", "b", "c")), use_distributed_optimizer=True, overlap_param_gather=True
+        )
         optimizer = distributed_optimizer(model)
         model.zero_grad_buffer()
         model(rows(0, dist.get_rank())).square().mean().backward()
@@ -162,7 +185,9 @@ def train_with(kept: str, patched: bool) -> tuple[list[Tensor], list[int]]:
             alias = module.b.weight.detach() if kept == "an alias" else module.b.weight
             optimizer.step()
             pending.append(len(PENDING))
-            values.append(alias.detach().clone() if graph is None else torch.autograd.grad(graph, x)[0])
+            values.append(
+                alias.detach().clone() if graph is None else torch.autograd.grad(graph, x)[0]
+            )
         return values, pending
 
 

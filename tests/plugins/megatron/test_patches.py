@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 HOME = "megatron.core.tensor_parallel"
 FUNCTION = "reduce_scatter_to_sequence_parallel_region"
-METHODS = [f"{kind}ParallelLinear.{method}" for kind in ("Column", "Row") for method in ("__init__", "forward")]
+METHODS = [
+    f"{kind}ParallelLinear.{method}"
+    for kind in ("Column", "Row")
+    for method in ("__init__", "forward")
+]
 
 
 def adaptor(imported: bool) -> None:
@@ -40,7 +44,12 @@ def adaptor(imported: bool) -> None:
 
         return wrapping
 
-    def scatter(input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: Any = False) -> Any:
+    def scatter(
+        input_: Any,
+        group: Any = None,
+        input_split_sizes: Any = None,
+        use_global_buffer: Any = False,
+    ) -> Any:
         calls.append("scatter")
         return 3 * input_.chunk(group.size())[group.rank()]
 
@@ -49,18 +58,32 @@ def adaptor(imported: bool) -> None:
         pm.register_patch(f"{HOME}.layers.{method}", wrap=wrap(method))
     pm.register_patch(f"{HOME}.mappings.{FUNCTION}", scatter)
     pm.apply()
-    assert {status.state.value for status in pm.statuses()} == ({"applied"} if imported else {"pending"})
+    assert {status.state.value for status in pm.statuses()} == (
+        {"applied"} if imported else {"pending"}
+    )
 
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import layers, mappings
 
-    modules, kinds = (tensor_parallel, layers, mappings), (layers.ColumnParallelLinear, layers.RowParallelLinear)
+    modules, kinds = (
+        (tensor_parallel, layers, mappings),
+        (layers.ColumnParallelLinear, layers.RowParallelLinear),
+    )
     assert {status.state.value for status in pm.statuses()} == {"applied"}
-    assert len({id(getattr(module, FUNCTION)) for module in modules}) == 1, "who imported it by name reaches it, too"
+    assert len({id(getattr(module, FUNCTION)) for module in modules}) == 1, (
+        "who imported it by name reaches it, too"
+    )
     with parallel(tp=dist.get_world_size()):
-        config = transformer_config(tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=False)
+        config = transformer_config(
+            tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=False
+        )
         config.sequence_parallel = True
-        given = {"config": config, "init_method": nn.init.ones_, "bias": False, "skip_bias_add": False}
+        given = {
+            "config": config,
+            "init_method": nn.init.ones_,
+            "bias": False,
+            "skip_bias_add": False,
+        }
         column = layers.ColumnParallelLinear(16, 8, gather_output=False, **given)
         row = layers.RowParallelLinear(8, 16, input_is_parallel=True, **given)
         assert column.weight.eq(1).all(), "not what memory held before, which may be zeros"
@@ -72,7 +95,12 @@ def adaptor(imported: bool) -> None:
         again, _ = row(column(x)[0])
         assert len(calls) == 5
         assert not out.equal(again), "the replacement scales"
-    left = [name for owner in (*modules, *kinds) for name, one in vars(owner).items() if hasattr(one, "__ovpatch__")]
+    left = [
+        name
+        for owner in (*modules, *kinds)
+        for name, one in vars(owner).items()
+        if hasattr(one, "__ovpatch__")
+    ]
     assert left == []
 
 

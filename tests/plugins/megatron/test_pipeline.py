@@ -28,14 +28,20 @@ from tests.scripts.arms import needs
 pytestmark = needs("megatron")
 
 LINEARS = 4  # of a layer; each stage has one
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 CASES = {
     "plain": Case(ddp=None),
     "fewer microbatches than stages": Case(microbatches=1),
     "reduced in the backward": Case(steps=3),
-    "grad_sync_func, tied": Case(grad_sync=True, model={"share_embeddings_and_output_weights": True}),
+    "grad_sync_func, tied": Case(
+        grad_sync=True, model={"share_embeddings_and_output_weights": True}
+    ),
     "bf16, main_grad in float32, batch_p2p_comm": Case(
         dtype=torch.bfloat16,
         ddp={"overlap_grad_reduce": True, "grad_reduce_in_fp32": True},
@@ -45,13 +51,17 @@ CASES = {
     "recomputed, per token, forward_only": Case(config=RECOMPUTED, per_token=True, evaluates=True),
     "fused": Case(config=FUSED),
     "fused, defer_embedding_wgrad_compute": Case(
-        config=FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}, prepare="defer_output_layer"
+        config=FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2},
+        prepare="defer_output_layer",
     ),
     "more microbatches in each step, a step inside": Case(steps=3, growth=1, nests=True),
     "behind a step that failed": Case(steps=3, fails=True),
     "read elsewhere": Case(prepare="read_elsewhere"),  # the last one: its remark stays
 }
-NOT_DELAYED = {"fused, defer_embedding_wgrad_compute": 1, "read elsewhere": 1}  # of the last stage's linears
+NOT_DELAYED = {
+    "fused, defer_embedding_wgrad_compute": 1,
+    "read elsewhere": 1,
+}  # of the last stage's linears
 
 
 def expected_receives(case: Case, stage: int) -> int:
@@ -64,7 +74,9 @@ def expected_receives(case: Case, stage: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "names"), [("zb-h1", list(CASES)), ("1f1b", list(CASES)[2:5])], ids=["zb-h1", "1f1b"]
+    ("schedule", "names"),
+    [("zb-h1", list(CASES)), ("1f1b", list(CASES)[2:5])],
+    ids=["zb-h1", "1f1b"],
 )
 def test_all_bits_are_megatrons(ranks, schedule, names):
     cases = {name: CASES[name] for name in names}
@@ -76,10 +88,16 @@ def test_all_bits_are_megatrons(ranks, schedule, names):
             microbatches = list(map(case.count_microbatches, range(1 + case.fails, case.steps)))
             assert counters["weight_grads"] == delayed * sum(microbatches), name
             assert counters["pipeline_steps"] == case.steps - case.fails, name
-            later = schedule == "zb-h1" and case.microbatches > 1  # the first microbatch's, behind the second send
-            assert counters["early_sends"] == rank * (sum(microbatches) - later * len(microbatches)), name
+            later = (
+                schedule == "zb-h1" and case.microbatches > 1
+            )  # the first microbatch's, behind the second send
+            assert counters["early_sends"] == rank * (
+                sum(microbatches) - later * len(microbatches)
+            ), name
             assert counters["early_receives"] == expected_receives(case, rank), name
-            assert any("read more than once" in text for text in remarks) == (key == "read elsewhere" and rank == 1)
+            assert any("read more than once" in text for text in remarks) == (
+                key == "read elsewhere" and rank == 1
+            )
 
 
 LATER = {
@@ -94,14 +112,20 @@ def test_weights_that_are_read_elsewhere_from_a_later_step_on_stay_in_the_backwa
     for rank, found in enumerate(ranks(2)(run_both, LATER, ("zb-h1", "1f1b"))):
         for name, (differing, counters, remarks) in found.items():
             assert not differing, (rank, name)
-            twice = name.startswith("recomputed") * 2  # the weight whose two gradients are due in two microbatches
+            twice = (
+                name.startswith("recomputed") * 2
+            )  # the weight whose two gradients are due in two microbatches
             assert counters["weight_grads"] == rank * (3 * (LINEARS + 1 + 2) + twice), name
             assert any("read more than once" in text for text in remarks) == (rank == 1)
 
 
 FOUR = {
-    "four stages": Case(pp=4, microbatches=6, steps=3, config={"deallocate_pipeline_outputs": True}),
-    "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True, config={"batch_p2p_comm": True}),
+    "four stages": Case(
+        pp=4, microbatches=6, steps=3, config={"deallocate_pipeline_outputs": True}
+    ),
+    "four stages, two microbatches": Case(
+        pp=4, microbatches=2, grad_sync=True, config={"batch_p2p_comm": True}
+    ),
     "two replicas, sharded": Case(sharded=True),
     "tensor parallel": Case(tp=2),
 }
@@ -185,7 +209,9 @@ class Timers:
         self.seen: set[str] = set()
 
     def __call__(self, name: str, **_: Any) -> Any:
-        return SimpleNamespace(start=lambda **_: self.running.append(name), stop=lambda: self._stop(name))
+        return SimpleNamespace(
+            start=lambda **_: self.running.append(name), stop=lambda: self._stop(name)
+        )
 
     def _stop(self, name: str) -> None:
         assert self.running.pop() == name
@@ -241,7 +267,9 @@ def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, give
     group = SimpleNamespace(size=lambda: 1)
     state = SimpleNamespace(get_pipeline_model_parallel_group=lambda: group)
     schedules = SimpleNamespace(
-        get_model_config=lambda _model: config, P2PCommunicator=SimpleNamespace, parallel_state=state
+        get_model_config=lambda _model: config,
+        P2PCommunicator=SimpleNamespace,
+        parallel_state=state,
     )
     monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
     monkeypatch.setattr(pipeline, "wait_limit_s", lambda *_: 1.0)
@@ -274,9 +302,9 @@ def another_loop() -> str:
 
     def loop(*, model: Any, **_: Any) -> None:
         config = schedules.get_model_config(model[0])
-        schedules.P2PCommunicator(schedules.parallel_state.get_pipeline_model_parallel_group(), config).recv_backward(
-            [(1,)], dist.get_rank() == 1
-        )
+        schedules.P2PCommunicator(
+            schedules.parallel_state.get_pipeline_model_parallel_group(), config
+        ).recv_backward([(1,)], dist.get_rank() == 1)
 
     with (
         mock.patch.object(schedules, "forward_backward_pipelining_without_interleaving", loop),
@@ -306,7 +334,10 @@ def plain_linear(
 
 def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatch):
     monkeypatch.setattr(megatron_report, "_LEFT", {})
-    patches, x = PipelinePatches({"pipeline_schedule": "1f1b"}), torch.randn(2, 4, requires_grad=True)
+    patches, x = (
+        PipelinePatches({"pipeline_schedule": "1f1b"}),
+        torch.randn(2, 4, requires_grad=True),
+    )
     called = []
 
     def wrapper(*args: Any) -> torch.Tensor:
@@ -458,7 +489,9 @@ def read_twice(linear: Delayed, kind: str, *, before: bool, changed: bool = Fals
 @pytest.mark.parametrize("before", [False, True], ids=["behind", "before"])
 def test_a_weight_gets_what_its_reads_add_up_to(linear, kind, before):
     node = linear.weight.expand_as(linear.weight).grad_fn.next_functions[0][0]
-    linear.weight.grad_added_to_main_grad = False  # as Megatron marks weights, whose hook asks for a gradient
+    linear.weight.grad_added_to_main_grad = (
+        False  # as Megatron marks weights, whose hook asks for a gradient
+    )
     found = []
     node.register_hook(lambda *_: found.append(linear.weight.grad is not None))
     read_twice(linear, kind, before=before)
@@ -485,7 +518,9 @@ def test_a_weight_with_hooks_stays_in_the_backward_for_as_long(monkeypatch, line
 
 
 def test_a_hook_that_comes_inside_a_step_and_would_be_called_twice_is_an_error(linear):
-    with pytest.raises(RuntimeError, match=r"shape \(3, 4\) .* hook inside the step.*PIPELINE_SCHEDULE=stock"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(3, 4\) .* hook inside the step.*PIPELINE_SCHEDULE=stock"
+    ):
         read_twice(linear, "dense", before=False, changed=True)
 
 

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from ovpatch_plugins.pipe_experts import experts
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
-from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, run_experts, run_grouped_experts, run_layer
+from ovpatch_plugins.pipe_experts.layer import (
+    ExpertParallelFFN,
+    run_experts,
+    run_grouped_experts,
+    run_layer,
+)
 from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 from ovpatch_plugins.pipe_experts.routing import drop_over_capacity
 from tests.plugins.ddp.arms import named
@@ -76,17 +81,25 @@ class Case:
             "router": (count, hidden),
             "shared": (hidden, hidden),
         }
-        drawn = {name: torch.randn(shape, generator=generator, dtype=DOUBLE) for name, shape in shapes.items()}
+        drawn = {
+            name: torch.randn(shape, generator=generator, dtype=DOUBLE)
+            for name, shape in shapes.items()
+        }
         return {name: weight.to(device()) for name, weight in drawn.items()}
 
     def x(self, rank: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + 100 * step + rank)
-        return torch.randn(self.tokens_of(rank), self.sizes[0], generator=generator, dtype=DOUBLE).to(device())
+        return torch.randn(
+            self.tokens_of(rank), self.sizes[0], generator=generator, dtype=DOUBLE
+        ).to(device())
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return one; for lazy experts, of which some have no gradient instead of zero, one that treats both alike."""
         return torch.optim.AdamW(
-            model.parameters(), 0.01, foreach=False, weight_decay=0.0 if self.module == "lazy" else 0.01
+            model.parameters(),
+            0.01,
+            foreach=False,
+            weight_decay=0.0 if self.module == "lazy" else 0.01,
         )
 
     def routed(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +129,10 @@ class OneProcess(nn.Module):
         out = torch.zeros_like(x)
         for expert in range(len(self.router)):
             token, slot = torch.where(index == expert)
-            h = ACTIVATIONS[self.case.activation](x[token] @ self.up[expert].t()) @ self.down[expert].t()
+            h = (
+                ACTIVATIONS[self.case.activation](x[token] @ self.up[expert].t())
+                @ self.down[expert].t()
+            )
             out = out.index_add(0, token, h * weights[token, slot, None])
         return out + x @ self.shared.t() if self.case.shared else out
 
@@ -127,7 +143,9 @@ class Separate(nn.Module):
     def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
         super().__init__()
         self.case = case
-        self.experts = nn.ModuleList(_Expert(case.activation, a, b) for a, b in zip(up, down, strict=True))
+        self.experts = nn.ModuleList(
+            _Expert(case.activation, a, b) for a, b in zip(up, down, strict=True)
+        )
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return run_experts(self.experts, x, index, weights, dist.group.WORLD, self.case.config)
@@ -178,7 +196,9 @@ class Grouped(nn.Module):
         return torch.cat(parts)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return run_grouped_experts(self.compute, self.case.local, x, index, weights, dist.group.WORLD, self.case.config)
+        return run_grouped_experts(
+            self.compute, self.case.local, x, index, weights, dist.group.WORLD, self.case.config
+        )
 
 
 class Numbered(nn.Module):
@@ -193,13 +213,18 @@ class Numbered(nn.Module):
         out = torch.zeros_like(rows)
         for expert in numbers.unique().tolist():
             (here,) = torch.where(numbers == expert)
-            h = ACTIVATIONS[self.case.activation](rows[here] @ self.up[expert].t()) @ self.down[expert].t()
+            h = (
+                ACTIVATIONS[self.case.activation](rows[here] @ self.up[expert].t())
+                @ self.down[expert].t()
+            )
             out = out.index_add(0, here, h)
         return out
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         factory = functools.partial(experts.IndexedExperts, function=self.compute)
-        return run_layer(x, index, weights, factory, self.case.local, dist.group.WORLD, self.case.config)
+        return run_layer(
+            x, index, weights, factory, self.case.local, dist.group.WORLD, self.case.config
+        )
 
 
 KINDS: dict[str, Callable[[Case, Tensor, Tensor], nn.Module]] = {
@@ -222,7 +247,9 @@ class OverRanks(nn.Module):
         self.router = nn.Parameter(weights["router"])
         self.shared = nn.Parameter(weights["shared"])
         if case.module != "stacked":
-            self.layer: nn.Module = KINDS[case.module](case, weights["up"][own], weights["down"][own])
+            self.layer: nn.Module = KINDS[case.module](
+                case, weights["up"][own], weights["down"][own]
+            )
         else:
             self.layer = made_layer(case, world)
             with torch.no_grad():
@@ -243,7 +270,12 @@ class OverRanks(nn.Module):
         found = [of(param) for param in params]
         if all(one is None for one in found) and not params[0].requires_grad:
             return None
-        return torch.stack([torch.zeros_like(p) if one is None else one for one, p in zip(found, params, strict=True)])
+        return torch.stack(
+            [
+                torch.zeros_like(p) if one is None else one
+                for one, p in zip(found, params, strict=True)
+            ]
+        )
 
 
 class _Shared(nn.Module):
@@ -258,11 +290,18 @@ class _Shared(nn.Module):
 
 
 def made_layer(case: Case, world: int) -> ExpertParallelFFN:
-    arguments = {"activation": case.activation, "config": case.config, "dtype": DOUBLE, "device": device()}
+    arguments = {
+        "activation": case.activation,
+        "config": case.config,
+        "dtype": DOUBLE,
+        "device": device(),
+    }
     return ExpertParallelFFN(*case.sizes, world * case.local, **arguments)
 
 
-def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None = None) -> list[Record]:
+def train(
+    case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None = None
+) -> list[Record]:
     """Train over the ranks, dense parameters' gradients summed; return what this rank sees."""
     model = OverRanks(case)
     if case.shared and case.module == "stacked":
@@ -281,7 +320,9 @@ def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None =
         records.append(_on_cpu({"out": out.detach(), "x": x.grad, **_gradients(model)}))
         optimizer.step()
         optimizer.zero_grad()
-    params = {name: model.stacked(name, lambda param: param.detach().clone()) for name in ("up", "down")}
+    params = {
+        name: model.stacked(name, lambda param: param.detach().clone()) for name in ("up", "down")
+    }
     return [*records, _on_cpu(params)]
 
 
@@ -312,7 +353,10 @@ def _on_cpu(record: Record) -> Record:
 
 
 def _gradients(model: OverRanks) -> Record:
-    found = {name: model.stacked(name, lambda p: None if p.grad is None else p.grad.clone()) for name in ("up", "down")}
+    found = {
+        name: model.stacked(name, lambda p: None if p.grad is None else p.grad.clone())
+        for name in ("up", "down")
+    }
     return {**found, "router": model.router.grad.clone() if model.router.grad is not None else None}
 
 
@@ -332,11 +376,15 @@ def expected(case: Case, world: int) -> list[list[Record]]:
         for rank in range(world):
             grads = {name: _of(getattr(model, name).grad, own[rank]) for name in ("up", "down")}
             router = None if model.router.grad is None else model.router.grad.clone()
-            records[rank].append({"out": outs[rank].detach(), "x": xs[rank].grad, **grads, "router": router})
+            records[rank].append(
+                {"out": outs[rank].detach(), "x": xs[rank].grad, **grads, "router": router}
+            )
         optimizer.step()
         optimizer.zero_grad()
     for rank in range(world):
-        records[rank].append({name: getattr(model, name).detach()[own[rank]].clone() for name in ("up", "down")})
+        records[rank].append(
+            {name: getattr(model, name).detach()[own[rank]].clone() for name in ("up", "down")}
+        )
     return records
 
 
@@ -344,7 +392,9 @@ def _of(grad: Tensor | None, own: slice) -> Tensor | None:
     return None if grad is None else grad[own].clone()
 
 
-def one_by_one(x: Tensor, index: Tensor, top: Tensor, up: Tensor, down: Tensor, activation: Any) -> Tensor:
+def one_by_one(
+    x: Tensor, index: Tensor, top: Tensor, up: Tensor, down: Tensor, activation: Any
+) -> Tensor:
     """Return what a layer should, computed in one process by linears, one expert after the other."""
     linear = nn.functional.linear
     slots = x.new_zeros(*index.shape, x.shape[1])
@@ -355,7 +405,9 @@ def one_by_one(x: Tensor, index: Tensor, top: Tensor, up: Tensor, down: Tensor, 
     return (slots * top.unsqueeze(-1)).sum(1)
 
 
-def differentiated(out: Tensor, x: Tensor, up: Tensor, down: Tensor, own: slice | None = None) -> Record:
+def differentiated(
+    out: Tensor, x: Tensor, up: Tensor, down: Tensor, own: slice | None = None
+) -> Record:
     """Return a layer's output and gradients; with ``own``, those experts' of gradients that are summed over ranks."""
     out.square().sum().backward()
     grads = {"up": up.grad, "down": down.grad}

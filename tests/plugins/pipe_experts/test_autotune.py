@@ -16,7 +16,13 @@ from ovpatch.overlap.kernels.autotuner import report_lines
 from ovpatch_plugins.pipe_experts.layer import MeasuredPlans, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
-from ovpatch_plugins.pipe_experts.routing import ChunkPlan, PlanCandidates, list_candidates, make_plan, route_tokens
+from ovpatch_plugins.pipe_experts.routing import (
+    ChunkPlan,
+    PlanCandidates,
+    list_candidates,
+    make_plan,
+    route_tokens,
+)
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant
 from tests.support.equality import compare
@@ -40,7 +46,10 @@ class Finest(PlanCandidates):
 
     def __init__(self, wanted: ChunkPlan) -> None:
         super().__init__(make_plan(wanted.ep_size, wanted.num_local_experts, "experts"))
-        self.finest, self.wanted = make_plan(wanted.ep_size, wanted.num_local_experts, "tokens", 8), wanted
+        self.finest, self.wanted = (
+            make_plan(wanted.ep_size, wanted.num_local_experts, "tokens", 8),
+            wanted,
+        )
         self.told: list[tuple[int, bool]] = []
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
@@ -55,9 +64,16 @@ def routed(tokens: list[int]) -> tuple[list[str], list[tuple[int, bool]]]:
     for name, wanted in list_candidates(2, 4).items():
         plans = Finest(wanted)
         with torch.set_grad_enabled(rank == 0):
-            found, right = (route_tokens(index, one, dist.group.WORLD) for one in (plans, PlanCandidates(wanted)))
+            found, right = (
+                route_tokens(index, one, dist.group.WORLD)
+                for one in (plans, PlanCandidates(wanted))
+            )
         told += plans.told
-        same = torch.equal(found.order, right.order) and found.splits == right.splits and found.plan == wanted
+        same = (
+            torch.equal(found.order, right.order)
+            and found.splits == right.splits
+            and found.plan == wanted
+        )
         wrong += [] if same else [name]
     return wrong, told
 
@@ -66,7 +82,9 @@ def routed(tokens: list[int]) -> tuple[list[str], list[tuple[int, bool]]]:
 def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, tokens):
     for wrong, told in ranks(2)(routed, tokens):
         assert not wrong
-        assert set(told) == {(max(tokens), tokens[0] >= tokens[1])}, "the mode of the rank that has the most"
+        assert set(told) == {(max(tokens), tokens[0] >= tokens[1])}, (
+            "the mode of the rank that has the most"
+        )
 
 
 def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
@@ -87,7 +105,9 @@ def check_all(ranks: Any, world: int, firsts: list[int], **kwargs: Any) -> None:
     for rank, results in enumerate(ranks(world)(won_by_each, firsts, CASE, env=NOWHERE, **kwargs)):
         for first, (found, won, parts) in zip(firsts, results, strict=True):
             compare(right[rank], found, floor=1e-10).assert_equal()
-            assert won == [PLANS[first], PLANS[(first + 1) % len(PLANS)]], "forward; forward and backward"
+            assert won == [PLANS[first], PLANS[(first + 1) % len(PLANS)]], (
+                "forward; forward and backward"
+            )
             assert parts == len(list_candidates(world, CASE.local)[won[1]].chunks)
 
 
@@ -99,7 +119,9 @@ def test_it_computes_what_one_process_does_whichever_plan_wins(ranks, world, fir
 def test_a_checkpoint_without_gradients_first(ranks):
     case = dataclasses.replace(CASE, steps=2, module="stacked", activation="gelu")
     right = expected(case, 2)
-    for rank, (found, won, _) in enumerate(ranks(2)(won_by, 2, case, forward=reentrant, env=NOWHERE)):
+    for rank, (found, won, _) in enumerate(
+        ranks(2)(won_by, 2, case, forward=reentrant, env=NOWHERE)
+    ):
         compare(right[rank], found, floor=1e-10).assert_equal()
         assert won == ["experts 4", "tokens 2"]
 
@@ -123,9 +145,14 @@ def layer(tokens: int) -> Tensor:
     """Compute a layer; its tokens and weights are the same whatever was chosen."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(tokens, 16, generator=generator)
-    up, down = torch.randn(2, 24, 16, generator=generator), torch.randn(2, 16, 24, generator=generator)
+    up, down = (
+        torch.randn(2, 24, 16, generator=generator),
+        torch.randn(2, 16, 24, generator=generator),
+    )
     index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(tokens)])
-    return expert_parallel_ffn(x, index, torch.ones(tokens, 2), (up, down), torch.nn.functional.gelu, dist.group.WORLD)
+    return expert_parallel_ffn(
+        x, index, torch.ones(tokens, 2), (up, down), torch.nn.functional.gelu, dist.group.WORLD
+    )
 
 
 def one_without_gradients() -> tuple[Tensor, Tensor, list[str]]:
@@ -164,7 +191,9 @@ def test_each_number_of_tokens_is_measured_once(ranks, tmp_path):
     layer = "256 tokens of 16, 2 experts each, 2 experts of 24 a rank, float32, 2 ranks: "
     assert first["lines"][0].startswith(f"forward, {layer}")
     assert first["lines"][1].startswith(f"forward and backward, {layer}")
-    assert all(name in first["lines"][0] for name in ("none ", "experts 2 ", "tokens 8 ", "; measured)"))
+    assert all(
+        name in first["lines"][0] for name in ("none ", "experts 2 ", "tokens 8 ", "; measured)")
+    )
     assert first["lines"][2].startswith("forward, 512 tokens of 16")
     for found in ranks(2)(measuring, env=env):
         assert all(line.endswith("; measured in an earlier run)") for line in found["lines"])

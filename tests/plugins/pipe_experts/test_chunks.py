@@ -35,7 +35,12 @@ def test_every_expert_is_in_one_group(world, local, how, parts):
 
 def test_how_many_parts():
     shapes = {("auto", 0, 8): 1, ("auto", 2, 8): 1, ("none", 5, 8): 1}
-    shapes |= {("experts", 0, 8): 4, ("experts", 0, 1): 1, ("experts", 2, 8): 2, ("experts", 9, 3): 3}
+    shapes |= {
+        ("experts", 0, 8): 4,
+        ("experts", 0, 1): 1,
+        ("experts", 2, 8): 2,
+        ("experts", 9, 3): 3,
+    }
     for (how, parts, local), count in shapes.items():
         assert len(make_plan(2, local, how, parts).chunks) == count, (how, parts, local)
     assert len(make_plan(1, 8).chunks) == 1
@@ -85,9 +90,13 @@ def test_compute_capacity():
     assert compute_capacity(0, 2, 8, 1.0) == 0
 
 
-def routed(index: list[list[int]], local: int, how: str, parts: int) -> tuple[list[int], list[list[int]]]:
+def routed(
+    index: list[list[int]], local: int, how: str, parts: int
+) -> tuple[list[int], list[list[int]]]:
     world = dist.get_world_size()
-    found = route_tokens(torch.tensor(index), PlanCandidates(make_plan(world, local, how, parts)), dist.group.WORLD)
+    found = route_tokens(
+        torch.tensor(index), PlanCandidates(make_plan(world, local, how, parts)), dist.group.WORLD
+    )
     return found.order.tolist(), found.splits.input_splits
 
 
@@ -115,7 +124,10 @@ def misrouted(expert: int) -> str:
 @pytest.mark.parametrize("expert", [4, -2])
 def test_an_expert_that_is_none_is_an_error_on_all_ranks(ranks, expert):
     for error in ranks(2)(misrouted, expert):
-        assert f"rank 1 of the group routes a token to expert {expert}, but 2 ranks with 2 experts" in error
+        assert (
+            f"rank 1 of the group routes a token to expert {expert}, but 2 ranks with 2 experts"
+            in error
+        )
 
 
 def test_memory_is_shared_and_let_go_of():
@@ -125,7 +137,9 @@ def test_memory_is_shared_and_let_go_of():
     whole = memory.join_chunks(parts)
     assert whole.data_ptr() == parts[0].data_ptr()
     assert whole[:, 0].tolist() == [0, 0, 2, 2, 2]
-    assert memory.get_chunk(0, like).data_ptr() != whole.data_ptr(), "what was handed out is not written into again"
+    assert memory.get_chunk(0, like).data_ptr() != whole.data_ptr(), (
+        "what was handed out is not written into again"
+    )
     memory.join_chunks([memory.get_chunk(i, like) for i in range(3)])
     elsewhere = [torch.full((size, 4), float(i)) for i, size in enumerate((2, 0, 3))]
     assert torch.equal(memory.join_chunks(elsewhere), whole)
@@ -146,8 +160,23 @@ def test_cut_and_join_are_their_own_gradients():
 def test_what_the_grouped_kernel_can_read():
     rows = torch.empty(6, 32, dtype=torch.bfloat16)
     stacked = torch.empty(3, 16, 32, dtype=torch.bfloat16)
-    readable = [rows, rows.t(), rows[:, :8], rows[1:], stacked, stacked.transpose(-2, -1), stacked[1:]]
+    readable = [
+        rows,
+        rows.t(),
+        rows[:, :8],
+        rows[1:],
+        stacked,
+        stacked.transpose(-2, -1),
+        stacked[1:],
+    ]
     assert all(map(_is_aligned, readable))
     odd = torch.empty(6, 9, dtype=torch.bfloat16)
-    unreadable = [rows[:, 1:], rows[:, ::2], rows[:1].expand(6, 32), odd, odd.t(), torch.ones(()).expand(6, 32)]
+    unreadable = [
+        rows[:, 1:],
+        rows[:, ::2],
+        rows[:1].expand(6, 32),
+        odd,
+        odd.t(),
+        torch.ones(()).expand(6, 32),
+    ]
     assert not any(map(_is_aligned, unreadable))

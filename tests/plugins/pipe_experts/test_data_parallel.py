@@ -17,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch_plugins.pipe_experts import ExpertParallelFFN, MoEConfig, expert_data_parallel, run_experts
+from ovpatch_plugins.pipe_experts import (
+    ExpertParallelFFN,
+    MoEConfig,
+    expert_data_parallel,
+    run_experts,
+)
 from tests.plugins.ddp.checks import on, some
 from tests.plugins.ddp.test_declared import InChunks
 from tests.plugins.ddp.test_failures import Bomb
@@ -42,7 +47,8 @@ class Model(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
         self.router = nn.Linear(8, count, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8, bias=False)) for _ in range(count)
+            nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 8, bias=False))
+            for _ in range(count)
         )
         self.group, self.bombs = group, ""
         self.reentrant: bool | None = None  # the kind of checkpoint around the experts, if any
@@ -51,35 +57,55 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, closed: tuple[int, ...] = ()) -> torch.Tensor:
         h = self._bomb("late", torch.tanh(self.first(x)))
         logits = self.router(h)
-        mask = logits.new_zeros(logits.shape[1]).index_fill(0, torch.tensor(closed, dtype=torch.long), -1e9)
+        mask = logits.new_zeros(logits.shape[1]).index_fill(
+            0, torch.tensor(closed, dtype=torch.long), -1e9
+        )
         weights, chosen = (logits + mask).softmax(-1).max(-1)
         # As functions of two tensors, so that a checkpoint sees all that has gradients.
         routed = h, weights, chosen
         kind = self.reentrant
-        h = h + (self._mix(*routed) if kind is None else checkpoint(self._mix, *routed, use_reentrant=kind))
+        h = h + (
+            self._mix(*routed)
+            if kind is None
+            else checkpoint(self._mix, *routed, use_reentrant=kind)
+        )
         return self.last(self._bomb("early", h))
 
     def _mix(self, h: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if self.config is not None:
-            return run_experts(self.experts, h, chosen[:, None], weights[:, None], self.group, self.config)
+            return run_experts(
+                self.experts, h, chosen[:, None], weights[:, None], self.group, self.config
+            )
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.router.out_features)
         tokens = h[order]
-        out = self._here(tokens, counts) if self.group is None else self._elsewhere(tokens, counts, self.group)
+        out = (
+            self._here(tokens, counts)
+            if self.group is None
+            else self._elsewhere(tokens, counts, self.group)
+        )
         return weights[:, None] * torch.zeros_like(h).index_copy(0, order, out)
 
     def _here(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Run the experts that are here; one without tokens gets no gradient."""
         parts = tokens.split(counts.tolist())
         return torch.cat(
-            [expert(part) if len(part) else part for expert, part in zip(self.experts, parts, strict=True)]
+            [
+                expert(part) if len(part) else part
+                for expert, part in zip(self.experts, parts, strict=True)
+            ]
         )
 
-    def _elsewhere(self, tokens: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _elsewhere(
+        self, tokens: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ranks = group.size()
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
-        sent, got = counts.view(ranks, LOCAL).sum(1).tolist(), arriving.view(ranks, LOCAL).sum(1).tolist()
+        sent, got = (
+            counts.view(ranks, LOCAL).sum(1).tolist(),
+            arriving.view(ranks, LOCAL).sum(1).tolist(),
+        )
         here = all_to_all_single(tokens.new_empty(sum(got), 8), tokens, got, sent, group=group)
         # By sender, then by expert; the experts want it the other way round.
         expert = torch.arange(LOCAL).repeat(ranks).repeat_interleave(arriving)
@@ -103,7 +129,9 @@ class Setup:
         (tokens_group,) = (g for ranks in blocks if (g := _group(ranks)) is not None)
         (self.copies,) = (g for ranks in copies if (g := _group(ranks)) is not None)
         if ep == 1:
-            self.copies = dist.distributed_c10d._get_default_group()  # also that of the dense parameters
+            self.copies = (
+                dist.distributed_c10d._get_default_group()
+            )  # also that of the dense parameters
         torch.manual_seed(0)
         self.reference = Model(count)
         self.model = Model(count, tokens_group)
@@ -115,7 +143,9 @@ class Setup:
                 param.data.add_(1)
         if chunked:
             self.model.experts = nn.ModuleList(InChunks(expert) for expert in self.model.experts)
-        self.ddp = expert_data_parallel(self.model, self.model.experts, self.copies if ep < self.world else None, **ddp)
+        self.ddp = expert_data_parallel(
+            self.model, self.model.experts, self.copies if ep < self.world else None, **ddp
+        )
 
     def data(self, step: int, rank: int) -> torch.Tensor:
         data = torch.randn(TOKENS, 6, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -125,7 +155,9 @@ class Setup:
         return self.ddp(self.data(step, self.rank), self.closed(closed, self.rank)).square().mean()
 
     def reference_loss(self, step: int, closed: int = 0) -> torch.Tensor:
-        outs = [self.reference(self.data(step, r), self.closed(closed, r)) for r in range(self.world)]
+        outs = [
+            self.reference(self.data(step, r), self.closed(closed, r)) for r in range(self.world)
+        ]
         return torch.stack([out.square().mean() for out in outs]).mean()
 
     def closed(self, kind: int, rank: int) -> tuple[int, ...]:
@@ -149,7 +181,11 @@ class Setup:
             if parts[0] == "experts" and model is not self.reference:
                 parts[1] = str(int(parts[1]) + self.offset)
             named[".".join(parts)] = param
-        values = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items() if grads}
+        values = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for n, p in named.items()
+            if grads
+        }
         return {"grad": values, "param": {n: p.detach().clone() for n, p in named.items()}}
 
     def both(self, *, grads: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -190,7 +226,9 @@ def train(
     setup = Setup(ep, **kw)
     _spoil(setup, more)
     setup.model.reentrant, setup.model.config = reentrant, config
-    optimizers = [torch.optim.SGD(model.parameters(), 0.3) for model in (setup.ddp, setup.reference)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), 0.3) for model in (setup.ddp, setup.reference)
+    ]
     records = []
     for step in range(4):
         shut = step if closed else 0
@@ -198,7 +236,9 @@ def train(
             with setup.ddp.no_sync() if number < micro - 1 else contextlib.nullcontext():
                 setup.loss(10 * step + number, closed=shut).backward()
             setup.reference_loss(10 * step + number, closed=shut).backward()
-        records.append(setup.both(grads=arm != "divided"))  # one that is looked at is not reduced and scattered
+        records.append(
+            setup.both(grads=arm != "divided")
+        )  # one that is looked at is not reduced and scattered
         for optimizer in optimizers:
             optimizer.step()
             if not keep:
@@ -224,7 +264,12 @@ CASES: dict[str, dict[str, Any]] = {
     "reentrant checkpoint": {"reentrant": True},
     "in chunks": {"chunked": True, "closed": True},
     "in chunks, no_sync": {"chunked": True, "micro": 2, "keep": True},
-    "in chunks, one too few, checkpoint": {"chunked": True, "more": -1, "reentrant": False, "closed": True},
+    "in chunks, one too few, checkpoint": {
+        "chunked": True,
+        "more": -1,
+        "reentrant": False,
+        "closed": True,
+    },
     "in chunks, reentrant": {"chunked": True, "reentrant": True},
     "in parts": {"config": MoEConfig("tokens", 3), "closed": True},
     "in parts, no_sync": {"config": MoEConfig("experts"), "micro": 2, "keep": True},
@@ -268,7 +313,9 @@ def with_shared_experts(arm: str) -> list[Any]:
         model = nn.Sequential()
         model.layer = layer
         layer.shared.weight.data.add_(dist.get_rank())
-        model.forward = lambda x: layer(x, torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1))
+        model.forward = lambda x: layer(
+            x, torch.zeros(len(x), 1, dtype=torch.long), torch.ones(len(x), 1)
+        )
         ddp = expert_data_parallel(model, [layer], None)
         x = torch.full((3, 6), 1.0 + dist.get_rank())
         ddp(x).sum().backward()
@@ -280,7 +327,9 @@ def test_shared_experts_are_dense(ranks, arm):
     (weight, grad), (other_weight, other_grad) = ranks(2)(with_shared_experts, arm)
     assert torch.equal(weight, other_weight)
     assert torch.equal(grad, other_grad)
-    assert torch.equal(grad, torch.full((6, 6), 3 * 1.5)), "the mean of three tokens of ones and three of twos"
+    assert torch.equal(grad, torch.full((6, 6), 3 * 1.5)), (
+        "the mean of three tokens of ones and three of twos"
+    )
 
 
 def frozen_later() -> list[bool]:
@@ -336,7 +385,11 @@ def around_an_exception(arm: str, ep: int, place: str, search: bool) -> list[Any
         records = []
         for step in range(4):
             Bomb.armed = step in (0, 2)
-            with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
+            with (
+                pytest.raises(RuntimeError, match="not really")
+                if Bomb.armed
+                else contextlib.nullcontext()
+            ):
                 setup.loss(step).backward()
             if not Bomb.armed:
                 setup.reference_loss(step).backward()
@@ -364,7 +417,9 @@ def failing_alone() -> tuple[str, list[Any]]:
         setup.ddp.zero_grad()
         Bomb.armed, text = setup.rank == 1, ""
         try:
-            setup.loss(1, closed=1).backward()  # one expert's collective is launched at the end only
+            setup.loss(
+                1, closed=1
+            ).backward()  # one expert's collective is launched at the end only
         except RuntimeError as error:
             text = str(error)
         Bomb.armed = False
@@ -402,7 +457,9 @@ def one_too_many(alone: bool) -> tuple[str, list[Any]]:
 def test_a_surplus_is_an_error_on_all_ranks(ranks, alone):
     for rank, (text, records) in enumerate(ranks(2)(one_too_many, alone)):
         wanted = (
-            "on another rank" if alone and rank == 0 else "SurplusGradientError: ovpatch: parameter 'experts.1.inner"
+            "on another rank"
+            if alone and rank == 0
+            else "SurplusGradientError: ovpatch: parameter 'experts.1.inner"
         )
         assert wanted in text
         for right, mine in records:
@@ -544,7 +601,9 @@ def test_a_copy_without_its_group_says_so(ranks):
 def wrapped_again(ep: int) -> tuple[list[Any], str]:
     setup = Setup(ep)
     first = setup.ddp
-    setup.ddp = expert_data_parallel(setup.model, setup.model.experts, setup.copies if ep < setup.world else None)
+    setup.ddp = expert_data_parallel(
+        setup.model, setup.model.experts, setup.copies if ep < setup.world else None
+    )
     setup.loss(0).backward()
     setup.reference_loss(0).backward()
     with pytest.raises(RuntimeError) as caught:

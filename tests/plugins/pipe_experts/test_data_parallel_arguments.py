@@ -38,7 +38,9 @@ def ignored() -> dict[str, Any]:
     model = Stacked()
     ddp = expert_data_parallel(model, iter([model.stacked, model.frozen, model.expert]), None)
     ddp(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
-    values = {name: value.detach().flatten()[0].item() for name, value in model.state_dict().items()}
+    values = {
+        name: value.detach().flatten()[0].item() for name, value in model.state_dict().items()
+    }
     assert model.stacked.grad is not None
     assert model.expert.weight.grad is not None
     mine = [model.stacked.grad.flatten()[0].item(), model.expert.weight.grad.flatten()[0].item()]

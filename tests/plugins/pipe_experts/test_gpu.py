@@ -25,13 +25,19 @@ NCCL = {"backend": "nccl", "timeout": 120}
 
 @pytest.mark.parametrize("how", test_layer.HOWS)
 def test_any_layer_may_be_cut(ranks, how):
-    check(ranks(2), {name: test_layer.cut(case, how) for name, case in test_layer.CASES.items()}, **NCCL)
+    check(
+        ranks(2),
+        {name: test_layer.cut(case, how) for name, case in test_layer.CASES.items()},
+        **NCCL,
+    )
 
 
 @pytest.mark.parametrize("module", ["stacked", "numbered"])
 def test_what_is_frozen(ranks, module):
     case = Case(module=module, tokens=(5, 0), config=MoEConfig("experts"))
-    cases = {what: dataclasses.replace(case, frozen=names) for what, names in test_layer.FROZEN.items()}
+    cases = {
+        what: dataclasses.replace(case, frozen=names) for what, names in test_layer.FROZEN.items()
+    }
     check(ranks(2), cases, **NCCL)
 
 
@@ -45,7 +51,11 @@ def test_every_part_hides_what_it_can(ranks):
     part, back = test_order.PART, test_order.PART_BACK + test_order.GRADS
     for forward, backward in ranks(2)(on_gpu, test_order.run, MoEConfig("experts"), **NCCL):
         assert forward == ["launch", "launch", "shared", *part, *part, "wait", "wait"]
-        assert backward == ["launch back"] * 2 + back * 2 + ["shared back", "wait back", "wait back"]
+        assert backward == ["launch back"] * 2 + back * 2 + [
+            "shared back",
+            "wait back",
+            "wait back",
+        ]
 
 
 @pytest.mark.parametrize("what", ["no backward", "a backward"])
@@ -62,7 +72,9 @@ def wide(dtype: torch.dtype, how: MoEConfig | None, delay: float = 0.0) -> dict[
     generator = torch.Generator().manual_seed(0)
     experts, hidden, ffn, tokens = 4 * world, 64, 96, 200
     up, down = (
-        (torch.randn(experts, *shape, generator=generator) * shape[1] ** -0.5).to(dtype).to(device())
+        (torch.randn(experts, *shape, generator=generator) * shape[1] ** -0.5)
+        .to(dtype)
+        .to(device())
         for shape in ((2 * ffn, hidden), (hidden, ffn))
     )
     own = slice(4 * rank, 4 * rank + 4)
@@ -87,11 +99,22 @@ def wide(dtype: torch.dtype, how: MoEConfig | None, delay: float = 0.0) -> dict[
 
 
 def test_bfloat16_is_hardly_farther_from_the_truth_than_one_expert_after_the_other(ranks):
-    truth, one_by_one = (ranks(2)(wide, dtype, None, **NCCL) for dtype in (torch.float64, torch.bfloat16))
-    for how in (MoEConfig("none"), MoEConfig("experts", 2), MoEConfig("experts", 4), MoEConfig("tokens", 3)):
-        for right, peer, ours in zip(truth, one_by_one, ranks(2)(wide, torch.bfloat16, how, **NCCL), strict=True):
+    truth, one_by_one = (
+        ranks(2)(wide, dtype, None, **NCCL) for dtype in (torch.float64, torch.bfloat16)
+    )
+    for how in (
+        MoEConfig("none"),
+        MoEConfig("experts", 2),
+        MoEConfig("experts", 4),
+        MoEConfig("tokens", 3),
+    ):
+        for right, peer, ours in zip(
+            truth, one_by_one, ranks(2)(wide, torch.bfloat16, how, **NCCL), strict=True
+        ):
             for name, value in right.items():
-                error, allowed = ((found[name] - value).norm() / value.norm() for found in (ours, peer))
+                error, allowed = (
+                    (found[name] - value).norm() / value.norm() for found in (ours, peer)
+                )
                 assert error <= 1.25 * allowed + 1e-4, (how, name)
 
 
@@ -100,7 +123,10 @@ def repeated(config: MoEConfig, times: int) -> bool:
     first = wide(torch.bfloat16, config)
     torch.manual_seed(dist.get_rank())
     return all(
-        all(torch.equal(first[name], value) for name, value in wide(torch.bfloat16, config, 0.002).items())
+        all(
+            torch.equal(first[name], value)
+            for name, value in wide(torch.bfloat16, config, 0.002).items()
+        )
         for _ in range(times)
     )
 

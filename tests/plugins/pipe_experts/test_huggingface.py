@@ -18,7 +18,9 @@ from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from tests.support.equality import compare
 from tests.support.errors import error_of
 
-pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")
+pytest.importorskip(
+    "transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism"
+)
 
 Record = dict[str, Any]
 WORDS = 64
@@ -33,7 +35,12 @@ TINY = {
 }
 MODELS = {
     "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
-    "qwen3_moe": {"intermediate_size": 24, "moe_intermediate_size": 8, "num_experts": 8, "head_dim": 8},
+    "qwen3_moe": {
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "num_experts": 8,
+        "head_dim": 8,
+    },
     "qwen2_moe": {
         "intermediate_size": 24,
         "moe_intermediate_size": 8,
@@ -62,19 +69,31 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in MODELS | OTHERS}
 
 
-def loaded(path: str, over: str = "data", implementation: str = "auto", experts: str = "eager") -> nn.Module:
+def loaded(
+    path: str, over: str = "data", implementation: str = "auto", experts: str = "eager"
+) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(**OVER[over], ep_implementation=implementation)
-    arguments = {"distributed_config": config, "dtype": dtype_for(experts), "experts_implementation": experts}
+    arguments = {
+        "distributed_config": config,
+        "dtype": dtype_for(experts),
+        "experts_implementation": experts,
+    }
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
-    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")  # which transformers leaves there
+    vars(nn.Module).get("smart_apply") and delattr(
+        nn.Module, "smart_apply"
+    )  # which transformers leaves there
     return model
 
 
 def train(
-    path: str, over: str = "data", implementation: str = "auto", experts: str = "eager", steps: int = 3
+    path: str,
+    over: str = "data",
+    implementation: str = "auto",
+    experts: str = "eager",
+    steps: int = 3,
 ) -> list[Record]:
     model = loaded(path, over, implementation, experts)
     kind = torch.optim.SGD if dtype_for(experts) == torch.float32 else torch.optim.AdamW
@@ -89,7 +108,9 @@ def dtype_for(experts: str) -> torch.dtype:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, over: str) -> Record:
     rank = 0 if over == "tensor" else dist.get_rank()
-    tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(10 * number + rank))
+    tokens = torch.randint(
+        WORDS, (2, 9), generator=torch.Generator().manual_seed(10 * number + rank)
+    )
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     grads = {name: local(param.grad) for name, param in model.named_parameters()}
@@ -114,7 +135,10 @@ def patched(options: dict[str, Any], *args: Any, **kwargs: Any) -> Record:
     before = COUNTERS.as_dict()
     with ovpatch.applied("pipe_experts", options={"pipe_experts": options}):
         found = train(*args, **kwargs)
-    return {"records": found, **{name: value - before[name] for name, value in COUNTERS.as_dict().items()}}
+    return {
+        "records": found,
+        **{name: value - before[name] for name, value in COUNTERS.as_dict().items()},
+    }
 
 
 def floor(arguments: dict[str, Any]) -> float:
@@ -122,11 +146,17 @@ def floor(arguments: dict[str, Any]) -> float:
 
 
 def check(
-    ranks: Any, options: dict[str, Any], *args: Any, stock: dict[str, Any] | None = None, **kwargs: Any
+    ranks: Any,
+    options: dict[str, Any],
+    *args: Any,
+    stock: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> list[Record]:
     run = ranks(4 if "copies" in args else 2)
     results = run(patched, options, *args, **kwargs)
-    for right, result in zip(stock_run(run, *args, **(kwargs if stock is None else stock)), results, strict=True):
+    for right, result in zip(
+        stock_run(run, *args, **(kwargs if stock is None else stock)), results, strict=True
+    ):
         compare(right, result["records"], floor=floor(kwargs)).assert_equal()
         assert result["taken_over"] == result["calls"] > 0
     return results
@@ -241,7 +271,9 @@ def test_what_a_script_has_put_in_the_place_of_transformers_is_called(ranks, sav
         compare(stock, ours, floor=1e-9).assert_equal()
 
 
-@pytest.mark.parametrize("missing", ["", "_dispatch_tokens", "_combine_tokens", "tp_mesh", "experts_forward"])
+@pytest.mark.parametrize(
+    "missing", ["", "_dispatch_tokens", "_combine_tokens", "tp_mesh", "experts_forward"]
+)
 def test_a_release_that_is_built_in_another_way_is_left_alone(monkeypatch, missing):
     from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -268,13 +300,22 @@ def experts_alone(path: str) -> list[Record]:
 
 
 def test_experts_with_biases_trained_alone(ranks, saved):
-    right, found = ranks(2)(experts_alone, saved["gpt_oss"]), ranks(2)(turned_on, experts_alone, saved["gpt_oss"])
+    right, found = (
+        ranks(2)(experts_alone, saved["gpt_oss"]),
+        ranks(2)(turned_on, experts_alone, saved["gpt_oss"]),
+    )
     for stock, ours in zip(right, found, strict=True):
         compare(stock, ours, floor=1e-9).assert_equal()
 
 
 def test_it_can_be_named(ranks, saved):
-    check(ranks, {}, saved["mixtral"], implementation="ovpatch", stock={"implementation": "all_to_all"})
+    check(
+        ranks,
+        {},
+        saved["mixtral"],
+        implementation="ovpatch",
+        stock={"implementation": "all_to_all"},
+    )
 
 
 def mixed(path: str, experts: str, dtype: torch.dtype, autocast: bool) -> Record:
@@ -290,7 +331,10 @@ def mixed(path: str, experts: str, dtype: torch.dtype, autocast: bool) -> Record
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    return {"loss": loss.detach(), "grads": {name: local(param.grad) for name, param in model.named_parameters()}}
+    return {
+        "loss": loss.detach(),
+        "grads": {name: local(param.grad) for name, param in model.named_parameters()},
+    }
 
 
 def mixed_and_patched(*args: Any) -> Record:
@@ -305,9 +349,13 @@ def mixed_and_patched(*args: Any) -> Record:
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
 )
-def test_products_are_of_the_dtype_that_they_are_of_under_stock(ranks, saved, experts, dtype, autocast):
+def test_products_are_of_the_dtype_that_they_are_of_under_stock(
+    ranks, saved, experts, dtype, autocast
+):
     arguments = (saved["mixtral"], experts, dtype, autocast)
-    for stock, ours in zip(ranks(2)(mixed, *arguments), ranks(2)(mixed_and_patched, *arguments), strict=True):
+    for stock, ours in zip(
+        ranks(2)(mixed, *arguments), ranks(2)(mixed_and_patched, *arguments), strict=True
+    ):
         if experts == "grouped_mm" and dtype == torch.float32:  # summed up in another order
             compare(stock, ours, floor=1e-8).assert_equal()
         else:
@@ -319,7 +367,10 @@ def experts_once(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    arguments = {"distributed_config": DistributedConfig(**OVER["tensor"]), "experts_implementation": "eager"}
+    arguments = {
+        "distributed_config": DistributedConfig(**OVER["tensor"]),
+        "experts_implementation": "eager",
+    }
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **arguments)
     vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
     experts = model.model.layers[0].mlp.experts
@@ -329,7 +380,11 @@ def experts_once(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     weights = top.values.bfloat16().to(dtype).requires_grad_()
     out = experts(x.requires_grad_(), top.indices, weights)
     out.backward(grad)
-    grads = {"x": x.grad, "weights": weights.grad, **{name: param.grad for name, param in experts.named_parameters()}}
+    grads = {
+        "x": x.grad,
+        "weights": weights.grad,
+        **{name: param.grad for name, param in experts.named_parameters()},
+    }
     return {name: local(value).double() for name, value in {"out": out, **grads}.items()}
 
 
@@ -343,11 +398,17 @@ def experts_once_patched(path: str, options: dict[str, Any]) -> dict[str, Tensor
 
 def test_half_precision_is_no_farther_from_the_truth_than_transformers(ranks, saved):
     path = saved["mixtral"]
-    truth, stock = (ranks(2)(experts_once, path, dtype) for dtype in (torch.float64, torch.bfloat16))
+    truth, stock = (
+        ranks(2)(experts_once, path, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
     for options in ({"cut": "none"}, {"cut": "experts"}, {"cut": "tokens", "parts": 8}):
-        for right, peer, ours in zip(truth, stock, ranks(2)(experts_once_patched, path, options), strict=True):
+        for right, peer, ours in zip(
+            truth, stock, ranks(2)(experts_once_patched, path, options), strict=True
+        ):
             for name, value in right.items():
-                error, allowed = ((found[name] - value).norm() / value.norm() for found in (ours, peer))
+                error, allowed = (
+                    (found[name] - value).norm() / value.norm() for found in (ours, peer)
+                )
                 assert 0 < error <= 1.03 * allowed, (options, name, float(error / allowed))
 
 
@@ -365,7 +426,9 @@ def reverted(path: str) -> Record:
 
 
 def test_it_can_be_turned_off_in_the_middle(ranks, saved):
-    for right, result in zip(stock_run(ranks(2), saved["mixtral"]), ranks(2)(reverted, saved["mixtral"]), strict=True):
+    for right, result in zip(
+        stock_run(ranks(2), saved["mixtral"]), ranks(2)(reverted, saved["mixtral"]), strict=True
+    ):
         compare(right, result["records"], floor=1e-9).assert_equal()
         assert result["calls"][0] == result["calls"][1]
 

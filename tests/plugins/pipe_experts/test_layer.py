@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
-from tests.plugins.pipe_experts.models import KINDS, Case, OverRanks, check, differentiated, one_by_one, train_all
+from tests.plugins.pipe_experts.models import (
+    KINDS,
+    Case,
+    OverRanks,
+    check,
+    differentiated,
+    one_by_one,
+    train_all,
+)
 from tests.support.equality import compare
 
 HOWS = {
@@ -25,7 +33,9 @@ HOWS = {
     "experts, at once": MoEConfig("experts", delay_wgrad=False),
     "2 chunks": MoEConfig("tokens", 2),
     "5 chunks": MoEConfig("tokens", 5),
-    "chunks, at once, 2 communicators": MoEConfig("tokens", 2, delay_wgrad=False, multi_stream=True),
+    "chunks, at once, 2 communicators": MoEConfig(
+        "tokens", 2, delay_wgrad=False, multi_stream=True
+    ),
     "experts, 2 communicators": MoEConfig("experts", multi_stream=True),
 }
 CASES = {
@@ -72,15 +82,21 @@ def test_any_layer_may_be_cut(ranks, how):
 def test_what_is_frozen(ranks, module):
     """Weights, or tokens, of which a rank may have none, and experts that no token goes to."""
     cases = {
-        f"{what}, {how}": cut(Case(), how, frozen=names, tokens=(5, 0) if "without" in what else (7, 4))
+        f"{what}, {how}": cut(
+            Case(), how, frozen=names, tokens=(5, 0) if "without" in what else (7, 4)
+        )
         for what, names in FROZEN.items()
         for how in ("experts", "2 chunks")
     } | {
-        f"to {favourites}, {how}": cut(Case(), how, top_k=1, favourites=favourites, frozen=("x",), tokens=(3, 0))
+        f"to {favourites}, {how}": cut(
+            Case(), how, top_k=1, favourites=favourites, frozen=("x",), tokens=(3, 0)
+        )
         for favourites in ((0,), (0, 3))
         for how in ("experts", "5 chunks")
     }
-    check(ranks(2), {name: dataclasses.replace(case, module=module) for name, case in cases.items()})
+    check(
+        ranks(2), {name: dataclasses.replace(case, module=module) for name, case in cases.items()}
+    )
 
 
 def wants_grad(cases: dict[str, Case]) -> list[str]:
@@ -96,13 +112,18 @@ def wants_grad(cases: dict[str, Case]) -> list[str]:
 
 
 def test_nothing_is_wanted_of_what_is_frozen_as_a_whole(ranks):
-    cases = {f"{module}, {how}": cut(Case(module=module), how) for module in ("stacked", *KINDS) for how in HOWS}
+    cases = {
+        f"{module}, {how}": cut(Case(module=module), how)
+        for module in ("stacked", *KINDS)
+        for how in HOWS
+    }
     trained = {f"{name}, router": case for name, case in cases.items()}
     assert ranks(2)(wants_grad, cases | trained) == [list(trained)] * 2
 
 
 @pytest.mark.parametrize(
-    ("world", "local", "top_k", "favourites"), [(2, 4, 1, (1, 2, 5)), (3, 2, 2, ()), (4, 1, 2, (0, 1, 3))]
+    ("world", "local", "top_k", "favourites"),
+    [(2, 4, 1, (1, 2, 5)), (3, 2, 2, ()), (4, 1, 2, (0, 1, 3))],
 )
 def test_ten_steps(ranks, world, local, top_k, favourites):
     case = Case(local, top_k, favourites=favourites, steps=10)
@@ -147,7 +168,11 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("forward", [not_reentrant, reentrant, twice])
 def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
     modules, hows = ("stacked", "separate", "numbered"), ("experts", "2 chunks")
-    cases = {f"{one}, {how}": cut(Case(module=one, tokens=(6, 0)), how) for one in modules for how in hows}
+    cases = {
+        f"{one}, {how}": cut(Case(module=one, tokens=(6, 0)), how)
+        for one in modules
+        for how in hows
+    }
     check(ranks(2), cases, forward=forward)
 
 
@@ -161,7 +186,9 @@ def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
     seed=st.integers(0, 1000),
 )
 def test_any_numbers_of_tokens(ranks, tokens, local, top_k, how, favourites, seed):
-    check(ranks(2), {"": cut(Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed), how)})
+    check(
+        ranks(2), {"": cut(Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed), how)}
+    )
 
 
 def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:
@@ -175,7 +202,10 @@ def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:
     up.requires_grad_()
     down.requires_grad_()
     generator.manual_seed(rank)
-    x, top = torch.randn(9, 6, generator=generator).requires_grad_(), torch.rand(9, 2, generator=generator)
+    x, top = (
+        torch.randn(9, 6, generator=generator).requires_grad_(),
+        torch.rand(9, 2, generator=generator),
+    )
     index = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)])
     function = {"relu": nn.functional.relu, "square": lambda h: h.float().square()}[activation]
     with torch.autocast("cpu", torch.bfloat16):
@@ -189,7 +219,9 @@ def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:
 @pytest.mark.parametrize("activation", ["relu", "square"])
 def test_autocast(ranks, activation):
     for how in ("none", "experts"):
-        pairs = zip(*(ranks(2)(autocast_layer, activation, h) for h in (None, HOWS[how])), strict=True)
+        pairs = zip(
+            *(ranks(2)(autocast_layer, activation, h) for h in (None, HOWS[how])), strict=True
+        )
         for right, found in pairs:
             assert found["out"].dtype == right["out"].dtype == torch.float32
             assert torch.equal(right["out"], found["out"]), "the same products, in bfloat16"
@@ -203,7 +235,11 @@ def step_function() -> list[Any]:
     found: list[Any] = []
     for delay in (True, False):
         layer = ExpertParallelFFN(
-            4, 3, 2 * dist.get_world_size(), activation="relu", config=MoEConfig("experts", 0, delay)
+            4,
+            3,
+            2 * dist.get_world_size(),
+            activation="relu",
+            config=MoEConfig("experts", 0, delay),
         )
         x = torch.randn(6, 4, requires_grad=True)
         index = torch.arange(12).view(6, 2) % (2 * dist.get_world_size())

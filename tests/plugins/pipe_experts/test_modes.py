@@ -16,7 +16,9 @@ from tests.support.equality import compare
 from tests.support.modes import FORWARD_ONLY, MODES
 
 CASES = {kind: Case(module=kind, steps=3) for kind in ("stacked", *KINDS)}
-CASES |= {f"by {cut}": Case(steps=3, config=MoEConfig(cut=cut, parts=2)) for cut in ("experts", "tokens")}
+CASES |= {
+    f"by {cut}": Case(steps=3, config=MoEConfig(cut=cut, parts=2)) for cut in ("experts", "tokens")
+}
 
 
 def train_in_mode(case: Case, mode: str) -> list[Record]:

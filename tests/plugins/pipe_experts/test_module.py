@@ -23,11 +23,15 @@ TOKENS, HIDDEN = 6, 4
 
 def made(**kwargs: Any) -> ExpertParallelFFN:
     torch.manual_seed(dist.get_rank())
-    return ExpertParallelFFN(HIDDEN, 3, 2 * dist.get_world_size(), config=MoEConfig("experts"), **kwargs)
+    return ExpertParallelFFN(
+        HIDDEN, 3, 2 * dist.get_world_size(), config=MoEConfig("experts"), **kwargs
+    )
 
 
 def routing() -> tuple[Tensor, Tensor]:
-    return torch.arange(2 * TOKENS).view(TOKENS, 2) % (2 * dist.get_world_size()), torch.rand(TOKENS, 2)
+    return torch.arange(2 * TOKENS).view(TOKENS, 2) % (2 * dist.get_world_size()), torch.rand(
+        TOKENS, 2
+    )
 
 
 def copied() -> list[bool]:
@@ -39,7 +43,11 @@ def copied() -> list[bool]:
     buffer = io.BytesIO()
     torch.save(layer, buffer)
     buffer.seek(0)
-    others = [copy.deepcopy(layer), torch.load(buffer, weights_only=False), made(shared=nn.Linear(HIDDEN, HIDDEN))]
+    others = [
+        copy.deepcopy(layer),
+        torch.load(buffer, weights_only=False),
+        made(shared=nn.Linear(HIDDEN, HIDDEN)),
+    ]
     others[2].load_state_dict(layer.state_dict())
     assert sorted(layer.state_dict()) == ["down", "shared.bias", "shared.weight", "up"]
     return [torch.equal(right, other(x, index, top)) for other in others]
@@ -111,7 +119,10 @@ def of_which_group() -> tuple[bool, list[str]]:
     x, experts = torch.randn(TOKENS, HIDDEN), [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
     outs = [run_experts(experts, x, index, top, group) for group in (None, dist.group.WORLD)]
     group, found = dist.new_group([0]), []
-    for call in (lambda: ExpertParallelFFN(HIDDEN, 3, 2, group), lambda: run_experts(experts, x, index, top, group)):
+    for call in (
+        lambda: ExpertParallelFFN(HIDDEN, 3, 2, group),
+        lambda: run_experts(experts, x, index, top, group),
+    ):
         if dist.get_rank() == 1:
             with pytest.raises(ValueError, match="is not in the group") as caught:
                 call()
@@ -124,9 +135,14 @@ def test_of_which_group(ranks):
     assert same
     assert also_same
     assert len(texts) == 2
-    assert all(text.startswith("rank 1") and text.endswith("give it the group that it is in") for text in texts)
+    assert all(
+        text.startswith("rank 1") and text.endswith("give it the group that it is in")
+        for text in texts
+    )
     with pytest.raises(ValueError, match="init_process_group"):
-        run_experts([], torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1), None)
+        run_experts(
+            [], torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1), None
+        )
 
 
 def reported() -> dict[str, int]:
@@ -151,7 +167,9 @@ def test_nothing_to_take_over_is_said(monkeypatch):
 
     monkeypatch.setattr(report, "COUNTERS", report.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    assert not pipe_experts_feature.list_remarks(), "nor is there a library whose layers could be found"
+    assert not pipe_experts_feature.list_remarks(), (
+        "nor is there a library whose layers could be found"
+    )
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     (remark,) = pipe_experts_feature.list_remarks()
     assert "no expert-parallel layer was found" in remark

@@ -61,7 +61,9 @@ class Shared(torch.autograd.Function):
         return None, grad * 2
 
 
-def made(config: MoEConfig, **options: Any) -> tuple[ExpertParallelFFN, tuple[Tensor, Tensor, Tensor]]:
+def made(
+    config: MoEConfig, **options: Any
+) -> tuple[ExpertParallelFFN, tuple[Tensor, Tensor, Tensor]]:
     """Return a layer with two experts on each rank, and its inputs."""
     experts = 2 * dist.get_world_size()
     layer = ExpertParallelFFN(4, 3, experts, config=config, **options)
@@ -102,7 +104,11 @@ def test_every_part_hides_what_it_can(ranks):
 def test_weight_gradients_at_once(ranks):
     for _, backward in ranks(2)(run, MoEConfig("tokens", 2, delay_wgrad=False)):
         at_once = ["wait back", *["input gradient", "weight gradient"] * 2, "launch back"]
-        assert backward == ["launch back"] * 2 + at_once * 2 + ["shared back", "wait back", "wait back"]
+        assert backward == ["launch back"] * 2 + at_once * 2 + [
+            "shared back",
+            "wait back",
+            "wait back",
+        ]
 
 
 def run_backward(config: MoEConfig, trained: tuple[str, ...], for_input_alone: bool) -> list[str]:
@@ -124,7 +130,9 @@ def run_backward(config: MoEConfig, trained: tuple[str, ...], for_input_alone: b
     ],
     ids=["frozen", "partly frozen", "asked for the input alone"],
 )
-def test_weight_gradients_that_nobody_wants_cost_nothing(ranks, config, trained, for_input_alone, weight_grads):
+def test_weight_gradients_that_nobody_wants_cost_nothing(
+    ranks, config, trained, for_input_alone, weight_grads
+):
     for backward in ranks(2)(run_backward, config, trained, for_input_alone):
         assert backward.count("weight gradient") == weight_grads
         assert backward.count("input gradient") == backward.count("launch back") == 4
@@ -165,7 +173,9 @@ def of_own(count: int) -> list[str]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_schedule_alone(count):
-    parts = [[f"before {i}", f"wait there {i}", f"experts {i}", f"launch back {i}"] for i in range(count)]
+    parts = [
+        [f"before {i}", f"wait there {i}", f"experts {i}", f"launch back {i}"] for i in range(count)
+    ]
     launches = [f"launch there {i}" for i in range(count)]
     waits = [f"wait back {i}" for i in range(count)]
     assert of_own(count) == [*launches, *(step for part in parts for step in part), *waits]
@@ -225,7 +235,9 @@ def left_alive(what: str) -> list[bool]:
         elif what == "an exception":
             with contextlib.suppress(ValueError):
                 out.sum().backward()
-            torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
+            torch.ones(
+                (), requires_grad=True
+            ).backward()  # until then the engine keeps what it had still to do
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
@@ -268,7 +280,9 @@ def in_place() -> list[Tensor]:
             return (rows.mul_(2) if inside else rows * 2) @ weight
 
         index = torch.arange(5)[:, None] % (2 * dist.get_world_size())
-        out = run_experts([expert, expert], x, index, torch.ones(5, 1), dist.group.WORLD, MoEConfig("tokens", 2))
+        out = run_experts(
+            [expert, expert], x, index, torch.ones(5, 1), dist.group.WORLD, MoEConfig("tokens", 2)
+        )
         out.square().sum().backward()
         found += [x.grad, weight.grad]
     return found
@@ -282,7 +296,9 @@ def test_experts_may_compute_in_place(ranks):
 
 def waited_for_twice() -> str:
     sizes = [1] * dist.get_world_size()
-    arriving = all_to_all.start_all_to_all(torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD)
+    arriving = all_to_all.start_all_to_all(
+        torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD
+    )
     arriving.wait()
     with pytest.raises(RuntimeError, match="keep what wait") as caught:
         arriving.wait()
@@ -348,7 +364,10 @@ def interrupted() -> list[bool]:
         patch.setattr(grouped_gemm, "accumulate_wgrad", failing)
         with pytest.raises(ValueError, match="on purpose"):
             out.backward(retain_graph=True)
-    runs = gradients(out), gradients(layer(*inputs).square().sum())  # through the graph that is left, and a new one
+    runs = (
+        gradients(out),
+        gradients(layer(*inputs).square().sum()),
+    )  # through the graph that is left, and a new one
     return [torch.equal(a, b) for found in runs for a, b in zip(right, found, strict=True)]
 
 
@@ -362,4 +381,6 @@ def test_transposed():
     rows = torch.arange(7).view(7, 1)
     there = experts.transpose_blocks(rows, sizes)
     assert there.flatten().tolist() == [0, 3, 4, 5, 6, 1, 2]
-    assert torch.equal(experts.transpose_blocks(there, [list(s) for s in zip(*sizes, strict=True)]), rows)
+    assert torch.equal(
+        experts.transpose_blocks(there, [list(s) for s in zip(*sizes, strict=True)]), rows
+    )

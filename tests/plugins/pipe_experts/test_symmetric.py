@@ -38,7 +38,14 @@ SMALL = {"channels": 3, "slot": 64, "depth": 2, "block": 8}
 
 # Rows for each rank of each rank: the largest take many turns of a ring, and some pairs none.
 COUNTS = {
-    2: ([[3, 40], [25, 1]], [[0, 1], [0, 7]], [[2, 0], [0, 0]], [[0, 0], [0, 0]], [[4, 4], [9, 4]], [[0, 30], [7, 1]]),
+    2: (
+        [[3, 40], [25, 1]],
+        [[0, 1], [0, 7]],
+        [[2, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [[4, 4], [9, 4]],
+        [[0, 30], [7, 1]],
+    ),
     3: ([[3, 9, 0], [14, 1, 5], [4, 4, 4]], [[0, 0, 33], [0, 5, 0], [1, 0, 0]]),
     4: ([[1, 6, 2, 0], [3, 0, 0, 7], [0, 0, 0, 0], [2, 2, 2, 2]],),
 }
@@ -51,13 +58,19 @@ def drawn(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> T
     return torch.randint(0, 200, (count, width), generator=generator).to(dtype)
 
 
-def sent_and_right(table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sent_and_right(
+    table: list[list[int]], rank: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     world = range(len(table))
     rows = torch.cat([drawn(rank, to, table[rank][to], width, dtype) for to in world])
-    return rows, torch.cat([drawn(source, rank, table[source][rank], width, dtype) for source in world])
+    return rows, torch.cat(
+        [drawn(source, rank, table[source][rank], width, dtype) for source in world]
+    )
 
 
-def wrong(transport: SymmAllToAll, table: list[list[int]], rank: int, width: int, dtype: torch.dtype) -> bool:
+def wrong(
+    transport: SymmAllToAll, table: list[list[int]], rank: int, width: int, dtype: torch.dtype
+) -> bool:
     """Whether rows that are sent, and sent back, are not what they should be."""
     rows, right = sent_and_right(table, rank, width, dtype)
     sent, received = table[rank], [of[rank] for of in table]
@@ -130,7 +143,9 @@ def check(rank: int, cases: tuple[Case, ...], found: list[tuple[list[Any], int]]
 
 def test_layers():
     for rank, (found, won) in enumerate(interpreted(trained, LAYERS, world=2)):
-        assert check(rank, LAYERS, found) == [9, 9], "counts; two parts, there and back, forward and backward"
+        assert check(rank, LAYERS, found) == [9, 9], (
+            "counts; two parts, there and back, forward and backward"
+        )
         assert not won
 
 
@@ -194,22 +209,38 @@ def test_without_gpus_or_memory_auto_is_c10d_and_symmetric_an_error(ranks, why, 
         assert count == 0
         assert error == ""
         assert lines == [f"{start}{reason}"]
-    for count, error, lines in ranks(2)(stood_down, why, MoEConfig("experts", exchange="symmetric")):
+    for count, error, lines in ranks(2)(
+        stood_down, why, MoEConfig("experts", exchange="symmetric")
+    ):
         assert count == 0
-        assert f"exchange=symmetric of feature 'pipe_experts' cannot act here: {reason}. Set OVPATCH_PIPE" in error
+        assert (
+            f"exchange=symmetric of feature 'pipe_experts' cannot act here: {reason}. Set "
+            "OVPATCH_PIPE" in error
+        )
         assert lines == [f"{start}{reason}"]
 
 
 def compiled(aligned: bool) -> Any:
     """Compile the kernel for an H200 without one."""
-    fixed = {"WORLD": 8, "CHANNELS": 16, "SLOT": 131072, "DEPTH": 2, "BLOCK": 8192, "ALIGNED": aligned}
+    fixed = {
+        "WORLD": 8,
+        "CHANNELS": 16,
+        "SLOT": 131072,
+        "DEPTH": 2,
+        "BLOCK": 8192,
+        "ALIGNED": aligned,
+    }
     names = symm_all_to_all_kernel.arg_names
     types = {"rows": "*i32", "out": "*i32", "peers": "*i64", "state": "*i64"}
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     source = ASTSource(
-        symm_all_to_all_kernel, signature, {(names.index(name),): value for name, value in fixed.items()}
+        symm_all_to_all_kernel,
+        signature,
+        {(names.index(name),): value for name, value in fixed.items()},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": all_to_all._WARPS})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": all_to_all._WARPS}
+    )
 
 
 @pytest.mark.parametrize("aligned", [True, False])

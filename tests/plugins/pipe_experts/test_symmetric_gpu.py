@@ -26,7 +26,11 @@ from tests.support.equality import compare
 pytestmark = pytest.mark.gpu(2)
 
 NCCL = {"backend": "nccl", "timeout": 120}
-HOWS = {"none": MoEConfig("none"), "experts": MoEConfig("experts"), "chunks": MoEConfig("tokens", 3, delay_wgrad=False)}
+HOWS = {
+    "none": MoEConfig("none"),
+    "experts": MoEConfig("experts"),
+    "chunks": MoEConfig("tokens", 3, delay_wgrad=False),
+}
 
 
 def symmetric(config: MoEConfig) -> MoEConfig:
@@ -44,7 +48,9 @@ def trained(cases: list[Case]) -> list[Any]:
 
 def test_any_layer(ranks, gpus):
     cases = [
-        dataclasses.replace(case, config=symmetric(how)) for case in test_layer.CASES.values() for how in HOWS.values()
+        dataclasses.replace(case, config=symmetric(how))
+        for case in test_layer.CASES.values()
+        for how in HOWS.values()
     ]
     right = [expected(case, gpus) for case in cases]
     for rank, results in enumerate(ranks(gpus)(trained, cases, **NCCL)):
@@ -58,12 +64,23 @@ def differing(hows: list[MoEConfig]) -> list[str]:
     found = []
     for how in hows:
         ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
-        found += [f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    return found if not all_to_all.list_unsupported_reasons() else all_to_all.list_unsupported_reasons()
+        found += [
+            f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)
+        ]
+    return (
+        found
+        if not all_to_all.list_unsupported_reasons()
+        else all_to_all.list_unsupported_reasons()
+    )
 
 
 def test_all_bits_are_those_of_nccl(ranks, gpus):
-    hows = [MoEConfig("none"), MoEConfig("experts", 2), MoEConfig("experts"), MoEConfig("tokens", 3)]
+    hows = [
+        MoEConfig("none"),
+        MoEConfig("experts", 2),
+        MoEConfig("experts"),
+        MoEConfig("tokens", 3),
+    ]
     assert ranks(gpus)(differing, hows, **NCCL) == [[]] * gpus
 
 
@@ -96,12 +113,19 @@ def late(rounds: int) -> int:
     torch.cuda.synchronize()
     for i in range(rounds):
         most = alike.choice((3, 200, 6000))
-        counts = [[alike.choice((0, 1, alike.randrange(most))) for _ in range(world)] for _ in range(world)]
-        width, dtype = alike.choice(((2048, torch.bfloat16), (7, torch.float32), (5, torch.int16), (3, torch.uint8)))
+        counts = [
+            [alike.choice((0, 1, alike.randrange(most))) for _ in range(world)]
+            for _ in range(world)
+        ]
+        width, dtype = alike.choice(
+            ((2048, torch.bfloat16), (7, torch.float32), (5, torch.int16), (3, torch.uint8))
+        )
         sent, received = counts[rank], [of[rank] for of in counts]
         with torch.cuda.stream(streams[i % 2]):
             rows = torch.cat([told(rank, to, count, width, dtype) for to, count in enumerate(sent)])
-            right = torch.cat([told(source, rank, count, width, dtype) for source, count in enumerate(received)])
+            right = torch.cat(
+                [told(source, rank, count, width, dtype) for source, count in enumerate(received)]
+            )
             found, back = torch.empty_like(right), torch.empty_like(rows)
             torch.cuda._sleep(chance.randrange(200_000))
             there = transport.start_transfer(found, rows, received, sent)
@@ -147,7 +171,10 @@ def checkpointed(config: MoEConfig) -> list[Tensor]:
     """Two layers, each on a stream of its own, and each computed again in backward."""
     torch.manual_seed(dist.get_rank())
     world, dtype = dist.get_world_size(), torch.bfloat16
-    layers = [ExpertParallelFFN(64, 96, 4 * world, config=config, device=device(), dtype=dtype) for _ in range(2)]
+    layers = [
+        ExpertParallelFFN(64, 96, 4 * world, config=config, device=device(), dtype=dtype)
+        for _ in range(2)
+    ]
     x = torch.randn(300, 64, device=device(), dtype=dtype, requires_grad=True)
     index = torch.rand(300, 4 * world, device=device()).topk(2).indices
     weights = torch.rand(300, 2, device=device(), dtype=dtype)
@@ -161,7 +188,10 @@ def checkpointed(config: MoEConfig) -> list[Tensor]:
     sum(out.float().square().sum() for out in outs).backward()
     torch.cuda.synchronize()
     params = nn.ModuleList(layers).parameters()
-    return [tensor.cpu() for tensor in (*(out.detach() for out in outs), x.grad, *(param.grad for param in params))]
+    return [
+        tensor.cpu()
+        for tensor in (*(out.detach() for out in outs), x.grad, *(param.grad for param in params))
+    ]
 
 
 def both(config: MoEConfig) -> list[bool]:

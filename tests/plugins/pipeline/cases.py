@@ -25,7 +25,9 @@ class Stage(PipelineStage):
     """A stage that sends nothing to its own rank, as stock torch 2.11 does at first, also on gloo, which cannot."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return [
+            op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
+        ]
 
 
 def compute_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -74,10 +76,16 @@ class Case:
 
 def device() -> torch.device:
     """Return this rank's device: a GPU under NCCL."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
-def make_schedule(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Any, list[nn.Module]]:
+def make_schedule(
+    case: Case, group: dist.ProcessGroup | None = None
+) -> tuple[Any, list[nn.Module]]:
     """Return the schedule and the modules of this rank's stages."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     count = size * case.chunks
@@ -89,7 +97,9 @@ def make_schedule(case: Case, group: dist.ProcessGroup | None = None) -> tuple[A
         stages.append(Stage(parts[-1], index, count, device(), group=group, **case.stage))
     cls = getattr(schedules, case.schedule)
     single = issubclass(cls, schedules.PipelineScheduleSingle)
-    made = cls(stages[0] if single else stages, case.microbatches, loss_fn=compute_loss, **case.options)
+    made = cls(
+        stages[0] if single else stages, case.microbatches, loss_fn=compute_loss, **case.options
+    )
     ({**SOURCES, **STOCK_SOURCES})[case.source](made)
     return made, parts
 
@@ -97,7 +107,11 @@ def make_schedule(case: Case, group: dist.ProcessGroup | None = None) -> tuple[A
 def train(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> list[Any]:
     """Return losses, outputs, gradients and parameters of all steps."""
     schedule, parts = make_schedule(case, group)
-    params = [(f"{i}.{name}", param) for i, part in enumerate(parts) for name, param in part.named_parameters()]
+    params = [
+        (f"{i}.{name}", param)
+        for i, part in enumerate(parts)
+        for name, param in part.named_parameters()
+    ]
     optimizer = torch.optim.AdamW([param for _, param in params if param.requires_grad], lr=1e-2)
     return run_steps(case, schedule, params, optimizer, seed)
 
@@ -118,11 +132,15 @@ def run_steps(
             y = torch.randn(rows, 2, width, generator=data).to(device(), case.dtype)
             losses: list[torch.Tensor] = []
             with case.context():
-                out = schedule.step(*((x,) if is_first else ()), target=y if is_last else None, losses=losses)
+                out = schedule.step(
+                    *((x,) if is_first else ()), target=y if is_last else None, losses=losses
+                )
             case.after_step(schedule)
             found.append([loss.detach().clone() for loss in losses])
             found.append(None if out is None else out.detach().clone())
-        found.append({name: None if p.grad is None else _local(p.grad).clone() for name, p in params})
+        found.append(
+            {name: None if p.grad is None else _local(p.grad).clone() for name, p in params}
+        )
         optimizer.step()
     found.append({name: _local(param.detach()).clone() for name, param in params})
     return found
@@ -140,11 +158,17 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, list):
         same = [] if len(a) == len(b) else [f"{where}: {len(a)} and {len(b)} items"]
         return same + [
-            text for i, (x, y) in enumerate(zip(a, b, strict=False)) for text in differences(x, y, f"{where}/{i}")
+            text
+            for i, (x, y) in enumerate(zip(a, b, strict=False))
+            for text in differences(x, y, f"{where}/{i}")
         ]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return [] if a.dtype == b.dtype and torch.equal(a, b) else [f"{where}: {(a - b).abs().max()}"]
-    return [] if a is None and b is None else [f"{where}: {type(a).__name__} and {type(b).__name__}"]
+        return (
+            [] if a.dtype == b.dtype and torch.equal(a, b) else [f"{where}: {(a - b).abs().max()}"]
+        )
+    return (
+        [] if a is None and b is None else [f"{where}: {type(a).__name__} and {type(b).__name__}"]
+    )
 
 
 def train_both(
@@ -162,7 +186,11 @@ def train_both(
     after = counters()
     remarks = feature_report().remarks
     ovpatch.revert()
-    return Outcome(differences(stock, patched), {name: after[name] - before[name] for name in after}, list(remarks))
+    return Outcome(
+        differences(stock, patched),
+        {name: after[name] - before[name] for name in after},
+        list(remarks),
+    )
 
 
 @dataclass

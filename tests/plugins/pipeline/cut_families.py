@@ -95,7 +95,10 @@ def _find_inputs(model: nn.Module, task: str) -> tuple[Batch, str]:
                 if has_both and not _reads_pictures(model, inputs, output):
                     raise ValueError("the output does not depend on the pictures")
                 takes_pictures = PICTURES & inspect.signature(model.forward).parameters.keys()
-                return inputs, "text alone" if "image" in task and takes_pictures and not has_pictures else ""
+                return (
+                    inputs,
+                    "text alone" if "image" in task and takes_pictures and not has_pictures else "",
+                )
             except Exception as error:  # noqa: BLE001 - the next inputs may do
                 failure = failure or error
     assert failure is not None
@@ -110,7 +113,9 @@ def _run_first(model: nn.Module, inputs: Batch) -> list[Tensor]:
 
 def _reads_pictures(model: nn.Module, inputs: Batch, output: list[Tensor]) -> bool:
     changed = {name: value.flip(0) if name in PICTURES else value for name, value in inputs.items()}
-    return any(not torch.equal(a, b) for a, b in zip(output, _run_first(model, changed), strict=True))
+    return any(
+        not torch.equal(a, b) for a, b in zip(output, _run_first(model, changed), strict=True)
+    )
 
 
 def _loss(output: Any, _target: Any = None) -> Tensor:
@@ -134,10 +139,14 @@ def _train_whole(model: nn.Module, inputs: Batch) -> tuple[Tensor, dict[str, Ten
     for param in whole.parameters():
         if param.grad is not None:
             param.grad.div_(MICROBATCHES)
-    return torch.stack(losses).detach(), {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    return torch.stack(losses).detach(), {
+        name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)
+    }
 
 
-def _compare(model: nn.Module, inputs: Batch, losses: Tensor, grads: Mapping[str, Tensor | None]) -> tuple[str, bool]:
+def _compare(
+    model: nn.Module, inputs: Batch, losses: Tensor, grads: Mapping[str, Tensor | None]
+) -> tuple[str, bool]:
     """Make a step of a cut model, without dropout.
 
     Args:
@@ -163,15 +172,24 @@ def _compare(model: nn.Module, inputs: Batch, losses: Tensor, grads: Mapping[str
         part.eval()
     found: list[Tensor] = []
     made.step(target=torch.zeros(ROWS * MICROBATCHES), losses=found, **inputs)
-    pairs = [(f"the gradient of {name}", param.grad, grads[name]) for name, param in made.named_parameters()]
+    pairs = [
+        (f"the gradient of {name}", param.grad, grads[name])
+        for name, param in made.named_parameters()
+    ]
     if made.has_last_stage:
         pairs.insert(0, ("losses", torch.stack(found).detach(), losses))
     # The parts of a tied weight's gradient are added up in another order than in one process.
-    tied = {id(param.grad) for shared in made._shared_grads for param in shared._param.find_params()}
+    tied = {
+        id(param.grad) for shared in made._shared_grads for param in shared._param.find_params()
+    }
     is_exact = all(id(value) in tied or _are_same(value, wanted) for _, value, wanted in pairs)
     # Rounding is all that some gradients have, as those of biases of keys.
-    scale = max((wanted.abs().max().item() for _, _, wanted in pairs if wanted is not None), default=0.0)
-    return next((name for name, value, wanted in pairs if _differ(value, wanted, scale)), ""), is_exact
+    scale = max(
+        (wanted.abs().max().item() for _, _, wanted in pairs if wanted is not None), default=0.0
+    )
+    return next(
+        (name for name, value, wanted in pairs if _differ(value, wanted, scale)), ""
+    ), is_exact
 
 
 def _are_same(found: Tensor | None, wanted: Tensor | None) -> bool:
@@ -242,7 +260,9 @@ def join_outcomes(by_rank: Iterable[list[str]]) -> list[str]:
 
 def main(path: str, kind: str = "") -> None:
     """Renew the table in a page, or its rows whose outcome matches a pattern."""
-    from tests.plugins.pipeline.cut_families import try_all as job  # ranks find no function of __main__
+    from tests.plugins.pipeline.cut_families import (
+        try_all as job,  # ranks find no function of __main__
+    )
     from tests.support.pool import Pool
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")

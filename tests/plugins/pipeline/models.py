@@ -20,7 +20,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, dropout: float = 0.0, reentrant: bool | None = None, *, width: int = WIDTH, hidden: int = 20
+        self,
+        dropout: float = 0.0,
+        reentrant: bool | None = None,
+        *,
+        width: int = WIDTH,
+        hidden: int = 20,
     ) -> None:
         super().__init__()
         self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, hidden)
@@ -86,7 +91,9 @@ class Variant(nn.Module):
         super().__init__()
         self.kind = kind
         self.norm = nn.LayerNorm(WIDTH)
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, True, False))
+        self.a, self.b, self.c = (
+            nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, True, False)
+        )
         if kind == "tied":
             self.c.weight = self.b.weight
         if kind == "frozen":
@@ -112,7 +119,9 @@ class Variant(nn.Module):
         if kind == "read elsewhere":
             h = h + F.linear(x, self.b.weight)
         if kind == "read in a reentrant checkpoint":
-            h = h + checkpoint(lambda x: torch.tanh(F.linear(x, self.b.weight)), h, use_reentrant=True)
+            h = h + checkpoint(
+                lambda x: torch.tanh(F.linear(x, self.b.weight)), h, use_reentrant=True
+            )
         if kind == "called twice":
             h = h + self.b(torch.relu(self.b(h)))
         h = self._middle(h)

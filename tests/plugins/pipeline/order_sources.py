@@ -30,7 +30,9 @@ def _load_csv(form: str) -> Change:
 
 def _change(edit: Callable[[list[Any]], list[Any]]) -> Change:
     def change(schedule: Any) -> None:
-        orders = {rank: edit(list(order)) for rank, order in schedule.pipeline_order_with_comms.items()}
+        orders = {
+            rank: edit(list(order)) for rank, order in schedule.pipeline_order_with_comms.items()
+        }
         schedule._prepare_schedule_with_comms(orders, format="compute_comms")
 
     return change
@@ -51,7 +53,11 @@ def _reduce_at_the_end(order: list[Any]) -> list[Any]:
 
 def _reduce_some(order: list[Any]) -> list[Any]:
     kept = max(action.stage_index for action in order)
-    return [action for action in order if not _has_kind(action, "REDUCE_GRAD") or action.stage_index == kept]
+    return [
+        action
+        for action in order
+        if not _has_kind(action, "REDUCE_GRAD") or action.stage_index == kept
+    ]
 
 
 def _reduce_first(order: list[Any]) -> list[Any]:
@@ -61,7 +67,8 @@ def _reduce_first(order: list[Any]) -> list[Any]:
         last = max(
             place
             for place, action in enumerate(changed)
-            if action.stage_index == reduction.stage_index and _has_kind(action, "FULL_BACKWARD", "BACKWARD_WEIGHT")
+            if action.stage_index == reduction.stage_index
+            and _has_kind(action, "FULL_BACKWARD", "BACKWARD_WEIGHT")
         )
         changed.insert(last, reduction)
     return changed

@@ -21,12 +21,16 @@ class Decoder(nn.Module):
         residuals: ``inside`` the blocks or ``outside``, in the loop.
     """
 
-    def __init__(self, tied: bool = False, dropout: float = 0.0, residuals: str = "inside", layers: int = 5) -> None:
+    def __init__(
+        self, tied: bool = False, dropout: float = 0.0, residuals: str = "inside", layers: int = 5
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, 16)
         self.positions = nn.Parameter(torch.randn(CONTEXT, 16))
         self.drop = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(DecoderBlock(dropout, residuals == "inside") for _ in range(layers))
+        self.layers = nn.ModuleList(
+            DecoderBlock(dropout, residuals == "inside") for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, WORDS, bias=False)
         self.residuals = residuals
@@ -82,7 +86,11 @@ class Skewed(Decoder):
     """Its blocks pass on transposed tensors, and it reads a weight of its embedding in all stages."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.drop(self.embed(ids) + self.positions[: ids.shape[1]]).to(self.embed.weight.dtype).transpose(0, 1)
+        x = (
+            self.drop(self.embed(ids) + self.positions[: ids.shape[1]])
+            .to(self.embed.weight.dtype)
+            .transpose(0, 1)
+        )
         for layer in self.layers:
             x = layer(x, mask)
         result: Tensor = self.head(self.norm(x.transpose(0, 1)))
@@ -195,7 +203,11 @@ class Seeing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.text, self.tower, self.ears = Embedded(), Tower(), nn.Sequential(nn.Linear(3, 16), nn.Tanh())
+        self.text, self.tower, self.ears = (
+            Embedded(),
+            Tower(),
+            nn.Sequential(nn.Linear(3, 16), nn.Tanh()),
+        )
         self.project = nn.Linear(16, 16)
 
     def forward(self, ids: Tensor, pictures: Tensor, sizes: Tensor) -> Tensor:
@@ -235,7 +247,10 @@ class Tower(nn.Module):
         x = self.project(pictures)
         for layer in self.layers:
             x = layer(x, None)
-        return (*STATES, torch.stack([row[:size].mean(0) for row, size in zip(x, sizes.tolist(), strict=True)]))
+        return (
+            *STATES,
+            torch.stack([row[:size].mean(0) for row, size in zip(x, sizes.tolist(), strict=True)]),
+        )
 
 
 STATES: list[Tensor] = []

@@ -50,7 +50,9 @@ STEPS = RACE + LAP + 2
 LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2, "steps": STEPS}
 CASES = {
     "Schedule1F1B": Case(steps=STEPS, microbatches=4),
-    "ScheduleGPipe, dropout": Case("ScheduleGPipe", steps=STEPS, part=lambda _: Part(Block(0.2, False), Block())),
+    "ScheduleGPipe, dropout": Case(
+        "ScheduleGPipe", steps=STEPS, part=lambda _: Part(Block(0.2, False), Block())
+    ),
     "ScheduleInterleaved1F1B": Case("ScheduleInterleaved1F1B", **LOOP),
     "ScheduleZBVZeroBubble, dropout": Case(
         "ScheduleZBVZeroBubble", vee=True, part=lambda _: Part(Block(0.2), Block()), **LOOP
@@ -86,7 +88,9 @@ def _fit(case: Case) -> Case:
 def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
     """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
     patch = _plant_costs(cache)
-    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner))
+    patch.setattr(
+        race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner)
+    )
     try:
         return {name: train_both(_fit(CASES[name]), "auto", memory_limit="1.5x") for name in names}
     finally:
@@ -95,7 +99,11 @@ def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, world: int) -> None:
-    names = [*CASES] if world == 2 else ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"][: 2 if ALL_CASES else 1]
+    names = (
+        [*CASES]
+        if world == 2
+        else ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"][: 2 if ALL_CASES else 1]
+    )
     found = ranks(world)(_run, names, str(tmp_path), 1, timeout=120)
     for rank, outcomes in enumerate(found):
         for name, outcome in outcomes.items():
@@ -104,7 +112,10 @@ def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, worl
             text = " ".join(outcome.remarks)
             assert f"{CASES[name].schedule} runs as solved for 1.5x" in text, text
             assert text.count(" runs as ") == 1, f"also of an earlier apply(): {text}"
-            assert "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given (predicted " in text, text
+            assert (
+                "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given (predicted "
+                in text
+            ), text
 
 
 def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path) -> None:
@@ -112,7 +123,10 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
         outcome = outcomes["Schedule1F1B"]
         assert not outcome.differences, outcome.differences[:4]
         text = " ".join(outcome.remarks)
-        assert "the order as given stays: 1000.0 ms a step against 2000.0 ms of solved for 1.5x" in text, text
+        assert (
+            "the order as given stays: 1000.0 ms a step against 2000.0 ms of solved for 1.5x"
+            in text
+        ), text
         assert "Schedule1F1B runs as 1f1b" in text, text
 
 
@@ -123,7 +137,9 @@ def _evaluate_behind_each_step(cache: str, replicas: int) -> tuple[list[str], fl
     case = Case(steps=1, microbatches=4)
     if replicas > 1:
         replicated = mesh["dp"].get_group()
-        case = dataclasses.replace(case, wrap=lambda one: DistributedDataParallel(one, process_group=replicated))
+        case = dataclasses.replace(
+            case, wrap=lambda one: DistributedDataParallel(one, process_group=replicated)
+        )
     rank = mesh.get_local_rank("pp")
 
     def run() -> list[Any]:
@@ -148,7 +164,9 @@ def _evaluate_behind_each_step(cache: str, replicas: int) -> tuple[list[str], fl
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evaluations_between_steps(ranks: Any, tmp_path: Path, replicas: int) -> None:
-    for changes, largest, remarks in ranks(2 * replicas)(_evaluate_behind_each_step, str(tmp_path), replicas):
+    for changes, largest, remarks in ranks(2 * replicas)(
+        _evaluate_behind_each_step, str(tmp_path), replicas
+    ):
         # Stock's reducer, armed by the inference, reduces the first microbatch twice, and so rounds once more.
         assert largest < 1e-6 if replicas > 1 else not changes
         assert any("races against the order as given" in remark for remark in remarks), remarks
@@ -162,14 +180,18 @@ def _look_at_what_stays(cache: str) -> tuple[list[str], list[str], list[set[bool
 
     def look(self: race.Race, turn: race.Turn, timer: Any) -> None:
         add_time(self, turn, timer)
-        turns[turn.candidate].add(any(stage.objection for stage in list_schedules()[-1].stages.values()))
+        turns[turn.candidate].add(
+            any(stage.objection for stage in list_schedules()[-1].stages.values())
+        )
 
     patch.setattr(race.Race, "add_time", look)
     try:
         found = []
         for order in ("as-given", "auto"):
             outcome = train_both(CASES["Schedule1F1B"], order, memory_limit="1.5x")
-            found.append([line for line in outcome.remarks if line.startswith("stage 0: weight gradients")])
+            found.append(
+                [line for line in outcome.remarks if line.startswith("stage 0: weight gradients")]
+            )
         return found[0], found[1], turns
     finally:
         patch.undo()
@@ -181,7 +203,10 @@ def test_an_order_defers_in_the_race_and_behind_it_as_without(ranks: Any, tmp_pa
     assert (
         given
         == auto
-        == ["stage 0: weight gradients stay in the backward: no rank waits for the stage's input gradient"]
+        == [
+            "stage 0: weight gradients stay in the backward: no rank waits for the stage's input "
+            "gradient"
+        ]
     )
     assert turns == [{True}, {False}]
 
@@ -203,7 +228,9 @@ def _find_costs_behind_a_race(cache: str) -> tuple[list[str], float]:
     """Return which computations the report has costs of behind a race, and the bubble, where the device tells late."""
     patch = _plant_costs(cache)
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
-    patch.setattr(pipeline_attach, "make_clock", lambda times, device: DeviceClock(times, device, _HostEvent))
+    patch.setattr(
+        pipeline_attach, "make_clock", lambda times, device: DeviceClock(times, device, _HostEvent)
+    )
     try:
         train_both(CASES["Schedule1F1B"], "auto", memory_limit="1.5x")
     finally:
@@ -211,7 +238,9 @@ def _find_costs_behind_a_race(cache: str) -> tuple[list[str], float]:
     times = list_schedules()[-1].times
     bubble = times.bubble(4)
     assert bubble is not None
-    return sorted({kind.value for kind in Kind for stage in times.stages() if times.cost(stage, kind)}), bubble
+    return sorted(
+        {kind.value for kind in Kind for stage in times.stages() if times.cost(stage, kind)}
+    ), bubble
 
 
 def test_costs_of_orders_that_lost_are_forgotten(ranks: Any, tmp_path: Path) -> None:
@@ -269,9 +298,9 @@ def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path)
         assert not first.differences, first.differences[:4]
         assert not second.differences, second.differences[:4]
         assert "chosen in an earlier run" not in " ".join(first.remarks)
-        assert "solved for 1.5x, chosen in an earlier run (as given 2000.0 ms" in " ".join(second.remarks), (
+        assert "solved for 1.5x, chosen in an earlier run (as given 2000.0 ms" in " ".join(
             second.remarks
-        )
+        ), second.remarks
 
 
 # --- the race ---
@@ -282,7 +311,11 @@ def _run_undecided(cache: str) -> tuple[Outcome, Outcome, list[str]]:
     case = Case(steps=RACE + LAPS * LAP + 2, microbatches=4)
     patch = _plant_costs(cache)
     noise = [1.0, 1.3, 0.8]
-    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, number: noise[(2 * candidate + number) % 3])
+    patch.setattr(
+        race.Race,
+        "_read_turn",
+        lambda _self, candidate, number: noise[(2 * candidate + number) % 3],
+    )
     try:
         first = train_both(case, "auto", memory_limit="1.5x")
         files = [path.name for path in Path(cache).rglob("pipeline-*")]
@@ -296,10 +329,14 @@ def test_a_race_that_noise_decides_goes_on_and_is_not_kept(ranks: Any, tmp_path:
     for first, second, files in ranks(2)(_run_undecided, str(tmp_path), timeout=120):
         assert not first.differences, first.differences[:4]
         assert not second.differences, second.differences[:4]
-        assert "times scatter too much to tell, and a later run races again" in " ".join(first.remarks)
+        assert "times scatter too much to tell, and a later run races again" in " ".join(
+            first.remarks
+        )
         assert "Schedule1F1B runs as 1f1b" in " ".join(first.remarks)
         assert not files
-        assert "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given" in " ".join(second.remarks)
+        assert "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given" in " ".join(
+            second.remarks
+        )
 
 
 def _run_without_rival(cache: str) -> tuple[Outcome, Outcome]:
@@ -316,9 +353,13 @@ def _run_without_rival(cache: str) -> tuple[Outcome, Outcome]:
 
 def test_that_no_order_is_faster_is_kept(ranks: Any, tmp_path: Path) -> None:
     for first, second in ranks(2)(_run_without_rival, str(tmp_path), timeout=120):
-        assert "the order as given stays: no order is expected to be faster" in " ".join(first.remarks), first.remarks
+        assert "the order as given stays: no order is expected to be faster" in " ".join(
+            first.remarks
+        ), first.remarks
         text = " ".join(second.remarks)
-        assert "as given, chosen in an earlier run (no order was expected to be faster)" in text, text
+        assert "as given, chosen in an earlier run (no order was expected to be faster)" in text, (
+            text
+        )
 
 
 def _simulate(ratio: float, noise: float, seed: int) -> race.Verdict:
@@ -366,7 +407,11 @@ def test_each_order_has_the_same_turns() -> None:
     found.add_lap()
     for candidate in range(2):
         own = [turn for turn in found.turns if turn.candidate == candidate]
-        assert [turn.is_timed for turn in own] == [False] * SETTLING + [False, True, True] * 2 * ROUNDS
+        assert [turn.is_timed for turn in own] == [False] * SETTLING + [
+            False,
+            True,
+            True,
+        ] * 2 * ROUNDS
     assert found.may_go_on
     found.add_lap()
     assert not found.may_go_on
@@ -412,7 +457,9 @@ def _run_in_two_dimensions(names: list[str], cache: str) -> dict[str, tuple[list
 
 def test_with_replicas_shards_and_tensor_parallelism(ranks: Any, tmp_path: Path) -> None:
     names = ["our ddp", "fsdp", "tp_linear"]
-    for rank, found in enumerate(ranks(4)(_run_in_two_dimensions, names, str(tmp_path), timeout=200)):
+    for rank, found in enumerate(
+        ranks(4)(_run_in_two_dimensions, names, str(tmp_path), timeout=200)
+    ):
         for name, (changes, remarks) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:4]}"
             assert "runs as solved for 1.5x" in " ".join(remarks), f"{name}: {remarks}"

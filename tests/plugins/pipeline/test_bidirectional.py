@@ -17,13 +17,24 @@ from torch.distributed.fsdp import fully_shard
 import ovpatch
 from ovpatch.overlap.pipelining.ir import Kind, ScheduleError
 from ovpatch.overlap.pipelining.order_rules import check_schedule
-from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_placement, split_backwards
+from ovpatch.overlap.pipelining.orders import (
+    build_bidirectional_order,
+    build_placement,
+    split_backwards,
+)
 from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline import CutError, cut
 from ovpatch_plugins.pipeline.pipeline_attach import SchedulePatches
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from tests.plugins.pipeline.cases import counters, differences, feature_report
-from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, DecoderBlock, differ, language_loss
+from tests.plugins.pipeline.plain_models import (
+    CONTEXT,
+    WORDS,
+    Decoder,
+    DecoderBlock,
+    differ,
+    language_loss,
+)
 
 ROWS = 2
 _wrap_step = SchedulePatches.wrap_step
@@ -89,7 +100,9 @@ CASES = {
     ),
     "wrapped": Ways(
         patched={"forward_doubling": True},
-        options={"wrap": lambda part: nn.parallel.DistributedDataParallel(part, process_group=_alone())},
+        options={
+            "wrap": lambda part: nn.parallel.DistributedDataParallel(part, process_group=_alone())
+        },
     ),
 }
 
@@ -146,7 +159,9 @@ def test_a_failed_apply_leaves_no_feature_behind(ranks: Any) -> None:
     assert ranks(2)(_fail_to_apply) == [(0, 0), (0, 0)]
 
 
-def _train_whole(case: Ways, whole: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _train_whole(
+    case: Ways, whole: nn.Module, batch: tuple[Tensor, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Add to the gradients the sum of those of both halves; return losses and outputs."""
     half = case.microbatches // 2
     scale = case.options.get("scale_grads", True)
@@ -183,7 +198,9 @@ def _compare(case: Ways) -> list[str]:
         ovpatch.apply("pipeline", options={"pipeline": case.patched})
         before = counters()
     made = _cut(case, model)
-    optimizers = [torch.optim.AdamW(params, lr=0.01) for params in (made.parameters(), whole.parameters())]
+    optimizers = [
+        torch.optim.AdamW(params, lr=0.01) for params in (made.parameters(), whole.parameters())
+    ]
     reference, found = dict(whole.named_parameters(remove_duplicate=False)), []
     half = case.microbatches // 2
     own = {0: slice(half, None), size - 1: slice(0, half)}.get(rank)
@@ -197,7 +214,9 @@ def _compare(case: Ways) -> list[str]:
             if own is None:
                 found += ["losses or outputs on an inner rank"] if losses or out is not None else []
             else:
-                found += _differ(f"step {step}, losses", torch.stack(losses), torch.stack(expected[own]), loose)
+                found += _differ(
+                    f"step {step}, losses", torch.stack(losses), torch.stack(expected[own]), loose
+                )
                 found += _differ(f"step {step}, outputs", out, torch.cat(outs[own]), loose)
         for name, param in made.named_parameters():
             loose = case.loose and (step > 0 or reference[name] is reference["embed.weight"])
@@ -212,8 +231,14 @@ def _compare(case: Ways) -> list[str]:
         )  # the first step of a wrapped stage, in both directions one after the other
         if after["steps"] - before["steps"] != 2 * case.pieces - stocks:
             found.append(f"not run by the engine: {before} before, {after} after")
-        order = "bidirectional, forwards doubled" if case.patched.get("forward_doubling") else "bidirectional"
-        if f"ScheduleBidirectional runs as {order} on rank {rank}: " not in "".join(feature_report().remarks):
+        order = (
+            "bidirectional, forwards doubled"
+            if case.patched.get("forward_doubling")
+            else "bidirectional"
+        )
+        if f"ScheduleBidirectional runs as {order} on rank {rank}: " not in "".join(
+            feature_report().remarks
+        ):
             found.append(f"runs otherwise: {feature_report().remarks}")
         ovpatch.revert()
     return found
@@ -228,7 +253,8 @@ def _compare_all(names: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "names"), [(2, list(CASES)), (4, ["stock", "patched", "doubled", "tied", "sometimes used"])]
+    ("world", "names"),
+    [(2, list(CASES)), (4, ["stock", "patched", "doubled", "tied", "sometimes used"])],
 )
 def test_both_ways_train_as_the_whole_model(ranks: Any, world: int, names: list[str]) -> None:
     for rank, found in enumerate(ranks(world)(_compare_all, names)):
@@ -240,7 +266,11 @@ def _evaluate_between() -> list[str]:
     torch.manual_seed(0)
     model, case, found = Decoder(), Ways(), []
     whole = copy.deepcopy(model)
-    half = slice(case.microbatches // 2 * ROWS, None) if dist.get_rank() == 0 else slice(case.microbatches // 2 * ROWS)
+    half = (
+        slice(case.microbatches // 2 * ROWS, None)
+        if dist.get_rank() == 0
+        else slice(case.microbatches // 2 * ROWS)
+    )
     ovpatch.apply("pipeline", options={"pipeline": {"forward_doubling": True}})
     made = _cut(case, model)
     for step in range(3):
@@ -250,7 +280,9 @@ def _evaluate_between() -> list[str]:
         with torch.no_grad():
             losses: list[Tensor] = []
             out = made.eval(batch[0], target=batch[1], losses=losses)
-            found += differences(out, torch.cat([whole(rows) for rows in batch[0].split(ROWS)])[half])
+            found += differences(
+                out, torch.cat([whole(rows) for rows in batch[0].split(ROWS)])[half]
+            )
             found += [] if len(losses) == case.microbatches // 2 else [f"{len(losses)} losses"]
         made.step(batch[0], target=batch[1])
         _train_whole(case, whole, batch)
@@ -278,7 +310,9 @@ def _train_in_replicas() -> dict[str, float]:
         ovpatch.apply("pipeline", *(["ddp"] if name == "ddp" else []))
         made = _cut(case, model, group=mesh["pp"], wrap=wrap)
         reference = dict(whole.named_parameters())
-        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())]
+        optimizers = [
+            torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())
+        ]
         for step in range(2):
             batch = _batch(case, 10 * step + mesh.get_local_rank("dp"))
             made.step(batch[0], target=batch[1])
@@ -373,7 +407,9 @@ def _replicas_differ() -> str:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_replicas_that_start_with_other_weights_are_named_on_all_ranks(ranks: Any, world: int) -> None:
+def test_replicas_that_start_with_other_weights_are_named_on_all_ranks(
+    ranks: Any, world: int
+) -> None:
     texts = ranks(world)(_replicas_differ, timeout=120)
     for rank, text in enumerate(texts):
         assert "do not have the same weights" in text
@@ -424,7 +460,9 @@ def _fail(where: int) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_a_rank_that_fails_is_named_on_its_replica_and_the_next_step_is_right(ranks: Any, where: int) -> None:
+def test_a_rank_that_fails_is_named_on_its_replica_and_the_next_step_is_right(
+    ranks: Any, where: int
+) -> None:
     for rank, (found, text) in enumerate(ranks(2)(_fail, where)):
         assert not found, f"rank {rank}: {found}"
         assert "planted" in text, text
@@ -444,22 +482,33 @@ def _simulate(ranks: int, microbatches: int, doubles: bool, early: bool) -> tupl
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 16), (8, 32), (8, 64)])
-def test_doubled_forwards_have_the_published_bubble_and_memory(ranks: int, microbatches: int) -> None:
+def test_doubled_forwards_have_the_published_bubble_and_memory(
+    ranks: int, microbatches: int
+) -> None:
     """Chimera's: (D - 2) / (2N + D - 2) of a step, in units of which a doubled forward takes as long as a backward."""
     step, memory = _simulate(ranks, microbatches, True, False)
     bubble = (ranks - 2) / (2 * microbatches + ranks - 2)
     wasted = 1 - 1 / step
-    assert wasted == pytest.approx(bubble, rel=0.01) or ((ranks, microbatches) == (4, 8) and wasted < 1.01 * 2 / 18)
+    assert wasted == pytest.approx(bubble, rel=0.01) or (
+        (ranks, microbatches) == (4, 8) and wasted < 1.01 * 2 / 18
+    )
     assert memory == 2
     single, less = _simulate(ranks, microbatches, False, False)
     assert step < single
     assert less == 1 + 1 / ranks
-    assert _simulate(ranks, microbatches, True, True)[0] <= _simulate(ranks, microbatches, False, True)[0]
+    assert (
+        _simulate(ranks, microbatches, True, True)[0]
+        <= _simulate(ranks, microbatches, False, True)[0]
+    )
 
 
 @pytest.mark.parametrize("doubles", [False, True])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 6), (4, 4), (4, 10), (6, 14), (8, 32)])
-def test_orders_of_both_ways_mirror_each_other(ranks: int, microbatches: int, doubles: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(2, 2), (2, 6), (4, 4), (4, 10), (6, 14), (8, 32)]
+)
+def test_orders_of_both_ways_mirror_each_other(
+    ranks: int, microbatches: int, doubles: bool
+) -> None:
     placement = build_placement("bidirectional", ranks=ranks)
     orders = build_bidirectional_order(ranks=ranks, microbatches=microbatches, doubles=doubles)
     check_schedule(orders, placement)
@@ -468,7 +517,8 @@ def test_orders_of_both_ways_mirror_each_other(ranks: int, microbatches: int, do
         assert mirrored == list(orders[ranks - 1 - rank])
     forwards = [one for one in orders[0] if one.kind is Kind.F and one.stage == 0]
     pairs = [
-        orders[0].index(one) - orders[0].index(other) for other, one in zip(forwards[::2], forwards[1::2], strict=False)
+        orders[0].index(one) - orders[0].index(other)
+        for other, one in zip(forwards[::2], forwards[1::2], strict=False)
     ]
     assert not doubles or set(pairs) <= {1}
 

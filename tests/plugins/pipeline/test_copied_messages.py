@@ -25,7 +25,14 @@ from ovpatch.overlap.pipelining.edges import close_edges
 from ovpatch_plugins.pipeline import pipeline_attach
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from ovpatch_plugins.pipeline.pipeline_report import list_schedules
-from tests.plugins.pipeline.cases import Case, Outcome, differences, make_schedule, train, train_both
+from tests.plugins.pipeline.cases import (
+    Case,
+    Outcome,
+    differences,
+    make_schedule,
+    train,
+    train_both,
+)
 from tests.plugins.pipeline.models import ROWS, WIDTH
 from tests.plugins.pipeline.test_bidirectional import Ways
 from tests.plugins.pipeline.test_bidirectional import _compare as compare_both_ways
@@ -69,7 +76,9 @@ def _compare(to_peers: bool) -> dict[str, Outcome]:
         "loop": (Case("ScheduleLoopedBFS", **several), "as-given"),
     }
     if world > 2 and not ALL_CASES:  # the others' messages are like those of these
-        cases = {name: case for name, case in cases.items() if name not in ("ZB-H1", "GPipe", "loop")}
+        cases = {
+            name: case for name, case in cases.items() if name not in ("ZB-H1", "GPipe", "loop")
+        }
     options = COPIES if to_peers else {}  # what auto means where there are copy engines
     with copying(to_peers=to_peers):
         return {name: train_both(case, order, **options) for name, (case, order) in cases.items()}
@@ -94,7 +103,11 @@ def _share() -> tuple[list[str], list[int], bool]:
         ovpatch.revert()
         for one in made:
             one._watch.join(60)
-        return wrong, [one.slot_bytes for one in made], not any(one._watch.is_alive() for one in made)
+        return (
+            wrong,
+            [one.slot_bytes for one in made],
+            not any(one._watch.is_alive() for one in made),
+        )
 
 
 def test_schedules_of_a_group_share_slots(ranks: Any) -> None:
@@ -159,7 +172,9 @@ def _reserve() -> tuple[list[int], list[float]]:
     """Send a message, and one more once an order has come that needs more slots."""
     rank, found = dist.get_rank(), torch.zeros(2)
     with copying() as made:
-        messages = copied_messages.CopiedMessages(dist.group.WORLD, torch.device("cpu"), [(0, 1)], 2)
+        messages = copied_messages.CopiedMessages(
+            dist.group.WORLD, torch.device("cpu"), [(0, 1)], 2
+        )
         for number, slots in enumerate((2, 3)):
             messages.reserve(slots)
             assert not messages.is_open
@@ -181,11 +196,16 @@ def test_an_order_that_needs_more_slots_gets_them(ranks: Any) -> None:
 
 
 def _fail() -> list[tuple[str, int, list[str], str]]:
-    found, pairs = [], [(victim, left) for victim in range(dist.get_world_size()) for left in (0, 3)]
+    found, pairs = (
+        [],
+        [(victim, left) for victim in range(dist.get_world_size()) for left in (0, 3)],
+    )
     with copying():
         for where, schedule in (("F", "Schedule1F1B"), ("B", "ScheduleZBVZeroBubble")):
             results = fail(where, pairs, "zb-h1", schedule, **COPIES)
-            found += [(where, victim, *result) for (victim, _), result in zip(pairs, results, strict=True)]
+            found += [
+                (where, victim, *result) for (victim, _), result in zip(pairs, results, strict=True)
+            ]
     return found
 
 
@@ -240,7 +260,9 @@ def _interrupt() -> str:
         rows = torch.randn(6 * ROWS, 2, WIDTH)
         inputs = (rows,) if dist.get_rank() == 0 else ()
         schedule.step(*inputs, target=rows)
-        forwards = [part(rows[:ROWS])] * (1 - dist.get_rank())  # rank 1 has got a message when it is interrupted
+        forwards = [part(rows[:ROWS])] * (
+            1 - dist.get_rank()
+        )  # rank 1 has got a message when it is interrupted
         forward = mock.Mock(side_effect=[*forwards, KeyboardInterrupt()])
         with mock.patch.object(part, "forward", forward), contextlib.suppress(KeyboardInterrupt):
             schedule.step(*inputs, target=rows)
@@ -261,7 +283,11 @@ def _replicate(name: str) -> tuple[list[str], int, int]:
     """Train pipelines of two ranks in two replicas."""
     wrap, arguments, more, features = SETTINGS[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    case, group, seed = Case(wrap=wrap(mesh["dp"], **arguments), **more), mesh["pp"].get_group(), mesh["dp"].get_rank()
+    case, group, seed = (
+        Case(wrap=wrap(mesh["dp"], **arguments), **more),
+        mesh["pp"].get_group(),
+        mesh["dp"].get_rank(),
+    )
     for feature in features:
         ovpatch.apply(feature)
     stock = train(case, group, seed)
@@ -318,14 +344,23 @@ def _fall_back(where: str) -> tuple[Outcome, int, list[str]]:
         made = stack.enter_context(copying())
         if where == "asked":
             stack.enter_context(mock.patch.object(memory, "unsupported_reason", ask_all))
-            stack.enter_context(mock.patch.object(memory, "memory_unsupported_reason", object_on_rank_1))
+            stack.enter_context(
+                mock.patch.object(memory, "memory_unsupported_reason", object_on_rank_1)
+            )
         else:
-            module, name = {"tried": (window, "allocate_window"), "made": (point_to_point, "PointToPoint")}[where]
+            module, name = {
+                "tried": (window, "allocate_window"),
+                "made": (point_to_point, "PointToPoint"),
+            }[where]
             if dist.get_rank() == 1 and where == "tried":
-                stack.enter_context(mock.patch.object(module, name, _refuse_behind(window.allocate_window, refused)))
+                stack.enter_context(
+                    mock.patch.object(module, name, _refuse_behind(window.allocate_window, refused))
+                )
             elif dist.get_rank() == 1:
                 stack.enter_context(
-                    mock.patch.object(module, name, _refuse_behind(point_to_point.PointToPoint, refused))
+                    mock.patch.object(
+                        module, name, _refuse_behind(point_to_point.PointToPoint, refused)
+                    )
                 )
         return train_both(Case(steps=3), "zb-h1"), len(made), list(list_schedules()[-1].transport)
 
@@ -352,14 +387,18 @@ def _refuse_behind(make: Any, error: RuntimeError) -> Any:
 
 
 @pytest.mark.parametrize("where", ["asked", "tried", "made"])
-def test_messages_go_by_c10d_on_all_ranks_where_one_has_no_copy_engines(ranks: Any, where: str) -> None:
+def test_messages_go_by_c10d_on_all_ranks_where_one_has_no_copy_engines(
+    ranks: Any, where: str
+) -> None:
     for outcome, made, told in ranks(2)(_fall_back, where):
         assert not outcome.differences, outcome.differences[:4]
         assert outcome.counters["copied_messages"] == 0 < outcome.counters["messages"]
         assert made == (where == "made")
         assert len(told) == 1, told
         assert told[0] in outcome.remarks
-        assert told[0].startswith("messages are carried by torch.distributed, not by copy engines: "), told
+        assert told[0].startswith(
+            "messages are carried by torch.distributed, not by copy engines: "
+        ), told
         assert "refused on one rank, for a test" in told[0], told
         assert told[0].rstrip(")").endswith("(rank 1"), told
 
@@ -371,7 +410,9 @@ def _leave_alone(**options: Any) -> list[str]:
 
 def test_what_auto_means_on_a_cpu(ranks: Any) -> None:
     for (told,) in ranks(2)(_leave_alone):
-        assert told.endswith("not by copy engines: tensors are on cpu, not on CUDA devices (rank 0, 1)")
+        assert told.endswith(
+            "not by copy engines: tensors are on cpu, not on CUDA devices (rank 0, 1)"
+        )
     for (told,) in ranks(2)(_leave_alone, variable_seq_lengths=True):
         assert "not by copy engines: variable_seq_lengths is on" in told
     assert ranks(2)(_leave_alone, p2p_transport="c10d") == [[], []]
@@ -383,8 +424,12 @@ def test_stages_on_several_devices_and_gloo_are_refused() -> None:
         mock.patch.object(copied_messages, "blocks_host", return_value=True),
         mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
     ):
-        assert "on several devices" in copied_messages._find_local_reason(dist.group.WORLD, [first, second], first)
-        assert "is gloo" in copied_messages._find_local_reason(dist.group.WORLD, [first, first], first)
+        assert "on several devices" in copied_messages._find_local_reason(
+            dist.group.WORLD, [first, second], first
+        )
+        assert "is gloo" in copied_messages._find_local_reason(
+            dist.group.WORLD, [first, first], first
+        )
 
 
 def _refuse(**options: Any) -> str:
@@ -401,7 +446,10 @@ def _refuse(**options: Any) -> str:
     ("options", "reason"),
     [
         ({}, "tensors are on cpu, not on CUDA devices (rank 0, 1)"),
-        ({"variable_seq_lengths": True}, "variable_seq_lengths is on, and slots are made for messages of one size"),
+        (
+            {"variable_seq_lengths": True},
+            "variable_seq_lengths is on, and slots are made for messages of one size",
+        ),
     ],
 )
 def test_where_there_are_no_copy_engines_is_an_error(ranks: Any, options: Any, reason: str) -> None:
@@ -428,11 +476,18 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def _send_strided() -> list[bool]:
     """Send tensors of other strides than those that they are received into."""
     rank, group, device = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
-    sent = [torch.randn(3, 5).t(), torch.randn(2, 4, 3, 3), torch.randn(4, dtype=torch.complex64), torch.empty(0, 3)]
+    sent = [
+        torch.randn(3, 5).t(),
+        torch.randn(2, 4, 3, 3),
+        torch.randn(4, dtype=torch.complex64),
+        torch.empty(0, 3),
+    ]
     got = [torch.empty(5, 3), torch.empty(2, 4, 3, 3).to(memory_format=torch.channels_last)]
     got += [torch.empty(8, dtype=torch.complex64)[::2], torch.empty(0, 3).requires_grad_()]
     if rank == 0:
-        sent.append(AsyncCollectiveTensor(torch.arange(3.0)))  # as a functional collective returns it
+        sent.append(
+            AsyncCollectiveTensor(torch.arange(3.0))
+        )  # as a functional collective returns it
         assert not sent[-1].data_ptr()
     else:
         got.append(torch.empty(3))
@@ -447,7 +502,9 @@ def _send_strided() -> list[bool]:
         messages.finish()
         dist.broadcast_object_list(found := [[one + 0 for one in sent]], 0)
         close_edges()
-    return [torch.equal(one, other) for one, other in zip(found[0], got, strict=True)] if rank else []
+    return (
+        [torch.equal(one, other) for one, other in zip(found[0], got, strict=True)] if rank else []
+    )
 
 
 def test_strides_of_sender_and_receiver_may_differ(ranks: Any) -> None:

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.cutting.block_balance import BlockCosts, measure_costs, split_blocks, split_evenly
+from ovpatch_plugins.pipeline.cutting.block_balance import (
+    BlockCosts,
+    measure_costs,
+    split_blocks,
+    split_evenly,
+)
 from ovpatch_plugins.pipeline.cutting.block_stack import find_blocks, prepared
 from ovpatch_plugins.pipeline.cutting.cut_check import name_args
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
@@ -42,7 +47,8 @@ from tests.plugins.pipeline.plain_models import (
 )
 
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'ovpatch[integration]'"
+    importlib.util.find_spec("transformers") is None,
+    reason="needs transformers: pip install 'ovpatch[integration]'",
 )
 
 MICROBATCHES, ROWS = 6, 2
@@ -70,7 +76,11 @@ class Cut:
 
 
 def _mask(rows: int) -> dict[str, Tensor]:
-    return {"attention_mask": (torch.arange(CONTEXT) < torch.arange(rows).remainder(3).add(6)[:, None]).long()}
+    return {
+        "attention_mask": (
+            torch.arange(CONTEXT) < torch.arange(rows).remainder(3).add(6)[:, None]
+        ).long()
+    }
 
 
 def _recomputing(model: Any) -> nn.Module:
@@ -101,7 +111,9 @@ PLAIN = {
     "plain, tied, dropout": Cut(lambda: Decoder(tied=True, dropout=0.3), ("embed.weight",)),
     "plain, patched": Cut(lambda: Decoder(dropout=0.3), patched="zb-h1"),
     "plain, loop": Cut(lambda: Decoder(layers=8), placement="loop", patched="as-given"),
-    "plain, vee, tied": Cut(lambda: Decoder(tied=True, layers=8), ("embed.weight",), placement="vee"),
+    "plain, vee, tied": Cut(
+        lambda: Decoder(tied=True, layers=8), ("embed.weight",), placement="vee"
+    ),
     "plain, measured": Cut(Decoder, options={"balance": "measured"}),
     "reused": Cut(Reused, ("embed.weight", "positions")),
     "transposed": Cut(Skewed),
@@ -117,13 +129,17 @@ PLAIN = {
 }
 HF = {
     "Llama": Cut(lambda: make_hf("Llama"), inputs=_mask),
-    "Llama, tied, dropout": Cut(lambda: make_hf("Llama", 0.3, tied=True), ("model.embed_tokens.weight",)),
+    "Llama, tied, dropout": Cut(
+        lambda: make_hf("Llama", 0.3, tied=True), ("model.embed_tokens.weight",)
+    ),
     "Qwen3Moe": Cut(lambda: make_hf("Qwen3Moe"), patched="zb-h1"),
     "GPTNeoX": Cut(lambda: make_hf("GPTNeoX", 0.3), inputs=_mask),
     "GPT2": Cut(lambda: make_hf("GPT2", tied=True), ("transformer.wte.weight",), inputs=_mask),
     "GPT2, dropout": Cut(lambda: make_hf("GPT2", 0.3)),
     "Llama, dropout, recomputed": Cut(lambda: _recomputing(make_hf("Llama", 0.3)), patched="zb-h1"),
-    "Gemma": Cut(lambda: make_hf("Gemma", tied=True), ("model.embed_tokens.weight",), patched="as-given"),
+    "Gemma": Cut(
+        lambda: make_hf("Gemma", tied=True), ("model.embed_tokens.weight",), patched="as-given"
+    ),
 }
 
 
@@ -148,8 +164,12 @@ def _cut(case: Cut, model: nn.Module, **more: Any) -> Any:
 class _Streams:
     """Random numbers as a pipeline's ranks draw them: each rank has a stream of its own."""
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], ranges: list[range], ranks: list[int]) -> None:
-        self._states = {rank: torch.Generator().manual_seed(50 + rank).get_state() for rank in set(ranks)}
+    def __init__(
+        self, model: nn.Module, blocks: list[nn.Module], ranges: list[range], ranks: list[int]
+    ) -> None:
+        self._states = {
+            rank: torch.Generator().manual_seed(50 + rank).get_state() for rank in set(ranks)
+        }
         self._rank = 0
         model.register_forward_pre_hook(lambda *_: torch.set_rng_state(self._states[0]))
         for own, rank in zip(ranges[1:], ranks[1:], strict=True):
@@ -186,11 +206,19 @@ def _compare(case: Cut) -> list[str]:
     _keep_random_state(made)
     blocks = next(module for module in whole.modules() if isinstance(module, nn.ModuleList))
     stages = len(made.block_ranges)
-    ranks = [stage if case.placement == "straight" else stage % dist.get_world_size() for stage in range(stages)]
+    ranks = [
+        stage if case.placement == "straight" else stage % dist.get_world_size()
+        for stage in range(stages)
+    ]
     _Streams(whole, list(blocks), made.block_ranges, ranks)
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
-    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())]
-    params, reference = made.named_parameters(), dict(whole.named_parameters(remove_duplicate=False))
+    optimizers = [
+        torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())
+    ]
+    params, reference = (
+        made.named_parameters(),
+        dict(whole.named_parameters(remove_duplicate=False)),
+    )
     found = [f"{name} is no name of the model" for name, _ in params if name not in names]
     torch.manual_seed(50 + dist.get_rank())
     state = torch.get_rng_state()
@@ -205,7 +233,9 @@ def _compare(case: Cut) -> list[str]:
         # and so does all that depends on the weight in the next step.
         loose = bool(case.tied) and step > 0
         if made.has_last_stage:
-            found += _differ(f"step {step}, losses", torch.stack(losses), torch.stack(expected), loose)
+            found += _differ(
+                f"step {step}, losses", torch.stack(losses), torch.stack(expected), loose
+            )
             found += _differ(f"step {step}, outputs", out, torch.cat(outs), loose)
         shared = {id(reference[name]) for name in case.tied}
         for name, param in params:
@@ -226,7 +256,9 @@ def _compare(case: Cut) -> list[str]:
     return found
 
 
-def _train_whole(whole: nn.Module, ids: Tensor, target: Tensor, kwargs: dict[str, Tensor]) -> tuple[list, list]:
+def _train_whole(
+    whole: nn.Module, ids: Tensor, target: Tensor, kwargs: dict[str, Tensor]
+) -> tuple[list, list]:
     losses, outs = [], []
     for index in range(MICROBATCHES):
         rows = slice(index * ROWS, (index + 1) * ROWS)
@@ -251,7 +283,9 @@ def _compare_all(names: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_plain_models_train_as_the_whole(ranks: Any, world: int) -> None:
-    for rank, found in enumerate(ranks(world)(_compare_all, [name for name in PLAIN if world == 2 or "," in name])):
+    for rank, found in enumerate(
+        ranks(world)(_compare_all, [name for name in PLAIN if world == 2 or "," in name])
+    ):
         assert not any(found.values()), f"rank {rank}: {found}"
 
 
@@ -268,7 +302,9 @@ def test_models_of_transformers_train_as_the_whole(ranks: Any, world: int) -> No
 
 def _refuse() -> dict[str, str]:
     tries: dict[str, Callable[[], Any]] = {
-        "residuals outside": lambda: _cut(Cut(lambda: Decoder(residuals="outside")), Decoder(residuals="outside")),
+        "residuals outside": lambda: _cut(
+            Cut(lambda: Decoder(residuals="outside")), Decoder(residuals="outside")
+        ),
         "skips blocks": lambda: _cut(Cut(Decoder), Skipping()),
         "no such list": lambda: _cut(Cut(Decoder), Decoder(), blocks="layer"),
         "no list": lambda: _cut(Cut(Decoder), nn.Linear(3, 3)),
@@ -277,10 +313,16 @@ def _refuse() -> dict[str, str]:
         "sizes": lambda: _cut(Cut(Decoder), Decoder(), blocks_per_stage=[3, 3]),
         "schedule": lambda: _cut(Cut(Decoder), Decoder(), schedule="ScheduleDualPipeV"),
         "draws": lambda: _cut(Cut(Decoder), _Drawing()),
-        "one rank": lambda: _cut(Cut(Decoder), Decoder(residuals="outside" if dist.get_rank() else "inside")),
+        "one rank": lambda: _cut(
+            Cut(Decoder), Decoder(residuals="outside" if dist.get_rank() else "inside")
+        ),
         "fails": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1)),
-        "fails, measured": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1), balance="measured"),
-        "fails without a message": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1, StopIteration())),
+        "fails, measured": lambda: _cut(
+            Cut(Decoder), _Failing(dist.get_rank() == 1), balance="measured"
+        ),
+        "fails without a message": lambda: _cut(
+            Cut(Decoder), _Failing(dist.get_rank() == 1, StopIteration())
+        ),
         "fails in eval()": lambda: _cut(Cut(Decoder), _FailingMode(eval_on=1)),
         "fails in train()": lambda: _cut(Cut(Decoder), _FailingMode(train_on=1)),
         "output fails": lambda: _cut(Cut(Decoder), Decoder(), output=lambda result: result.no_such),
@@ -430,7 +472,10 @@ def _leaves_a_trace() -> list[str]:
     torch.manual_seed(0)
     model = Stateful()
     model.layers[0](torch.zeros(1, 2, 16), None)
-    before, twin = copy.deepcopy(model.state_dict()), [(layer.calls, list(layer.counter)) for layer in model.layers]
+    before, twin = (
+        copy.deepcopy(model.state_dict()),
+        [(layer.calls, list(layer.counter)) for layer in model.layers],
+    )
     numbers = [layer.generator.get_state() for layer in model.layers]
     streams = [numpy.random.default_rng(0), numpy.random.RandomState(0), random.Random(0)]
 
@@ -447,15 +492,23 @@ def _leaves_a_trace() -> list[str]:
     hooks = [len(module._forward_hooks) for module in seeing.modules()]
     _cut(Cut(Decoder, inputs=_pictures), seeing, balance="measured")
     _cut(Cut(Decoder), model, balance="measured")
-    found = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    found = [
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    ]
     assert drawn, "the cut has run the model"
     if [len(module._forward_hooks) for module in seeing.modules()] != hooks:
         found.append("hooks")
     drawn = [streams[0].random(), streams[1].rand(), streams[2].random()]
-    if drawn != [numpy.random.default_rng(0).random(), numpy.random.RandomState(0).rand(), random.Random(0).random()]:
+    if drawn != [
+        numpy.random.default_rng(0).random(),
+        numpy.random.RandomState(0).rand(),
+        random.Random(0).random(),
+    ]:
         found.append(f"streams that continue with {drawn}")
     for layer, (calls, counter), state in zip(model.layers, twin, numbers, strict=True):
-        if (layer.calls, layer.counter) != (calls, counter) or not torch.equal(layer.generator.get_state(), state):
+        if (layer.calls, layer.counter) != (calls, counter) or not torch.equal(
+            layer.generator.get_state(), state
+        ):
             found.append(f"{layer.calls} calls and {layer.counter}, not {calls} and {counter}")
     return found
 
@@ -476,7 +529,9 @@ def _fail_before_a_step() -> tuple[str, list[bool]]:
     ids, target, _ = _batch(Cut(Decoder), 0)
     with pytest.raises(RuntimeError) as caught:
         made.step(ids, target=target)
-    return str(caught.value), [param.grad is not None and bool((param.grad == 1).all()) for param in made.parameters()]
+    return str(caught.value), [
+        param.grad is not None and bool((param.grad == 1).all()) for param in made.parameters()
+    ]
 
 
 def test_a_failed_check_of_replicas_keeps_earlier_gradients(ranks: Any) -> None:
@@ -494,11 +549,17 @@ def _load_named(wraps: bool) -> list[str]:
     torch.manual_seed(0)
     whole = Named()
     pairs = [dist.new_group([rank]) for rank in range(2)]
-    wrap = functools.partial(DistributedDataParallel, process_group=pairs[dist.get_rank()]) if wraps else None
+    wrap = (
+        functools.partial(DistributedDataParallel, process_group=pairs[dist.get_rank()])
+        if wraps
+        else None
+    )
     made = _cut(Cut(Named), Named(), wrap=wrap)
     made.load_state_dict(whole.state_dict())
     wanted = whole.state_dict()
-    return [name for name, value in made.state_dict().items() if not torch.equal(value, wanted[name])]
+    return [
+        name for name, value in made.state_dict().items() if not torch.equal(value, wanted[name])
+    ]
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -569,19 +630,27 @@ def _train_replicas(kind: str) -> dict[str, Tensor]:
     )
     ids, target, _ = _batch(Cut(Decoder), 0)
     if kind != "none":  # each replica has half of the rows of each microbatch
-        rows = torch.arange(MICROBATCHES * ROWS).view(3, 2, 2)[:, mesh.get_local_rank("dp")].flatten()
+        rows = (
+            torch.arange(MICROBATCHES * ROWS).view(3, 2, 2)[:, mesh.get_local_rank("dp")].flatten()
+        )
         ids, target = ids[rows], target[rows]
     made.step(ids, target=target)
     grads = {name: param.grad for name, param in made.named_parameters()}
-    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
+    return {
+        name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
-    for whole, parts in zip(ranks(4)(_train_replicas, "none"), ranks(4)(_train_replicas, kind), strict=True):
+    for whole, parts in zip(
+        ranks(4)(_train_replicas, "none"), ranks(4)(_train_replicas, kind), strict=True
+    ):
         assert set(whole) == set(parts)
         for name, grad in whole.items():
-            torch.testing.assert_close(parts[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                parts[name], grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 # --- balance ---
@@ -589,8 +658,16 @@ def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
 
 def test_stages_are_balanced_by_time_then_by_memory() -> None:
     costs = BlockCosts([1.0] * 6, before=1.0, behind=3.0)
-    assert split_blocks(costs, (0, 1)) == [0, 4]  # the head is worth three blocks, the embedding one
-    heavy = BlockCosts([1.0] * 6, block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0], activation_bytes=[1.0] * 6, behind=0.01)
+    assert split_blocks(costs, (0, 1)) == [
+        0,
+        4,
+    ]  # the head is worth three blocks, the embedding one
+    heavy = BlockCosts(
+        [1.0] * 6,
+        block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        activation_bytes=[1.0] * 6,
+        behind=0.01,
+    )
     assert split_blocks(heavy, (0, 1)) == [0, 3]
     slow = BlockCosts([3.0, 1.0, 1.0, 1.0])
     assert split_blocks(slow, (0, 1)) == [0, 1]

@@ -27,7 +27,15 @@ def _batch(step: int, replica: int = 0) -> tuple[Tensor, Tensor]:
 
 def _cut(model: nn.Module, mesh: Any, **more: Any) -> Any:
     example = torch.zeros(ROWS, CONTEXT, dtype=torch.long)
-    return cut(model, mesh, (example,), n_microbatches=MICROBATCHES, loss_fn=language_loss, balance="count", **more)
+    return cut(
+        model,
+        mesh,
+        (example,),
+        n_microbatches=MICROBATCHES,
+        loss_fn=language_loss,
+        balance="count",
+        **more,
+    )
 
 
 def _model(dropout: float = 0.0) -> Decoder:
@@ -38,7 +46,9 @@ def _model(dropout: float = 0.0) -> Decoder:
 def _run_whole(model: nn.Module, step: int) -> tuple[list[Tensor], list[Tensor]]:
     ids, target = _batch(step)
     outs = [model(part) for part in ids.split(ROWS)]
-    return outs, [language_loss(out, part) for out, part in zip(outs, target.split(ROWS), strict=True)]
+    return outs, [
+        language_loss(out, part) for out, part in zip(outs, target.split(ROWS), strict=True)
+    ]
 
 
 # --- the meta device ---
@@ -59,7 +69,11 @@ def _on_meta() -> list[str]:
     for loss in expected:
         loss.backward()
     wanted = dict(whole.named_parameters())
-    wrong = [name for name, p in made.named_parameters() if not torch.equal(p.grad, wanted[name].grad / MICROBATCHES)]
+    wrong = [
+        name
+        for name, p in made.named_parameters()
+        if not torch.equal(p.grad, wanted[name].grad / MICROBATCHES)
+    ]
     if made.has_last_stage and not torch.equal(torch.stack(losses), torch.stack(expected)):
         wrong.append("losses")
     return wrong if len(made.named_parameters()) > 10 else ["too few parameters"]
@@ -87,7 +101,9 @@ def _evaluate(patched: bool) -> list[str]:
     outs, expected = _run_whole(whole, 0)
     wrong = []
     if made.has_last_stage:
-        same = torch.equal(out, torch.cat(outs)) and torch.equal(torch.stack(losses), torch.stack(expected))
+        same = torch.equal(out, torch.cat(outs)) and torch.equal(
+            torch.stack(losses), torch.stack(expected)
+        )
         wrong += [] if same else ["outputs"]
     pairs = zip(made.parameters(), grads, strict=True)
     wrong += [] if all(torch.equal(param.grad, grad) for param, grad in pairs) else ["gradients"]
@@ -123,7 +139,11 @@ def _evaluate_first(placement: str, patched: bool) -> list[str]:
         made.step(ids, target=target)
         for loss in expected:
             (loss / MICROBATCHES).backward()
-        wrong += [name for name, param in made.named_parameters() if not torch.equal(param.grad, wanted[name].grad)]
+        wrong += [
+            name
+            for name, param in made.named_parameters()
+            if not torch.equal(param.grad, wanted[name].grad)
+        ]
         for module in [*made.model_parts, whole]:
             module.zero_grad()
     return wrong
@@ -139,11 +159,17 @@ def test_evaluation_before_the_first_step(ranks: Any, placement: str, patched: b
 
 
 def _ddp(mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
-    return lambda part: nn.parallel.DistributedDataParallel(part, process_group=mesh["other"].get_group())
+    return lambda part: nn.parallel.DistributedDataParallel(
+        part, process_group=mesh["other"].get_group()
+    )
 
 
 def _tensor_parallel(mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     def wrap(part: nn.Module) -> nn.Module:
         plan = {}
@@ -189,7 +215,9 @@ def _compare(names: list[str]) -> dict[str, tuple[float, dict[str, int]]]:
         replica = mesh.get_local_rank("other") if wrap is _ddp else 0
         stock = _train(mesh, wrap, replica)
         before = _count(features)
-        with ovpatch.applied("pipeline", *features, options={"dist_optimizer": {"min_param_numel": 1}}):
+        with ovpatch.applied(
+            "pipeline", *features, options={"dist_optimizer": {"min_param_numel": 1}}
+        ):
             patched = _train(mesh, wrap, replica)
             work = {key: value - before.get(key, 0) for key, value in _count(features).items()}
         changes = [(a - b).abs().max().item() for a, b in zip(stock, patched, strict=True)]
@@ -199,12 +227,18 @@ def _compare(names: list[str]) -> dict[str, tuple[float, dict[str, int]]]:
 
 def _count(features: tuple[str, ...]) -> dict[str, int]:
     counters = {feature.name: feature.counters for feature in ovpatch.report().features}
-    return {name: counters[name].get(WORK[name], 0) for name in features if name != "ddp" and name in counters}
+    return {
+        name: counters[name].get(WORK[name], 0)
+        for name in features
+        if name != "ddp" and name in counters
+    }
 
 
 def test_stages_under_other_features(ranks: Any) -> None:
     for found in ranks(4)(_compare, list(CASES), timeout=120):
         for name, (change, work) in found.items():
-            assert change <= (1e-6 if "tp_linear" in name else 0), f"{name}: {change}"  # sums in another order
+            assert change <= (1e-6 if "tp_linear" in name else 0), (
+                f"{name}: {change}"
+            )  # sums in another order
             assert all(work.values()), f"{name}: {work}"
             assert len(work) == len([one for one in CASES[name][1] if one != "ddp"])

@@ -46,7 +46,9 @@ def _check(ranks: Any, families: Sequence[tuple[str, str]]) -> None:
             for family, outcome in zip(part, found, strict=True)
             if outcome != expected.get(family)
         }
-    assert not wrong, "python -m tests.plugins.pipeline.cut_families docs/cut-families.md renews the page"
+    assert not wrong, (
+        "python -m tests.plugins.pipeline.cut_families docs/cut-families.md renews the page"
+    )
 
 
 def test_some_families_of_each_task(ranks: Any) -> None:
@@ -65,5 +67,7 @@ def test_all_families(ranks: Any) -> None:
 def test_the_page_names_no_difference() -> None:
     outcomes = cut_families.read_table(PAGE.read_text(encoding="utf-8"))
     assert len(outcomes) > 450
-    assert all(outcome.startswith(("cut", "refused: ", "not tried: ")) for outcome in outcomes.values())
+    assert all(
+        outcome.startswith(("cut", "refused: ", "not tried: ")) for outcome in outcomes.values()
+    )
     assert cut_families.make_table(outcomes) in PAGE.read_text(encoding="utf-8")

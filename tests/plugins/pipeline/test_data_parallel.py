@@ -14,7 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, make_schedule, train
+from tests.plugins.pipeline.cases import (
+    Case,
+    counters,
+    differences,
+    feature_report,
+    make_schedule,
+    train,
+)
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part, Variant
 from tests.support.rarely import ALL_CASES, RARELY
 
@@ -50,7 +57,11 @@ def _replicate(mesh: DeviceMesh) -> Wrap:
 
 
 def _tensor_parallel(mesh: DeviceMesh) -> Wrap:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     def wrap(module: nn.Module) -> nn.Module:
         for block in module.blocks:  # type: ignore[union-attr]
@@ -76,10 +87,20 @@ SETTINGS: dict[str, tuple[Callable[..., Wrap], dict[str, Any], dict[str, Any], t
     "fsdp, bf16": (_fsdp, {"mp_policy": HALF}, {}, ()),
     "fsdp, bf16, checkpoint": (_fsdp, {"mp_policy": HALF}, {"part": _checkpointed}, ()),
     "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
-    "fsdp, read elsewhere": (_fsdp_as_one, {}, {"part": lambda _index: Variant("read elsewhere")}, ()),
+    "fsdp, read elsewhere": (
+        _fsdp_as_one,
+        {},
+        {"part": lambda _index: Variant("read elsewhere")},
+        (),
+    ),
     "replicate": (_replicate, {}, {}, ()),
     "tensor parallel": (_tensor_parallel, {}, {}, ()),
-    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **LOOP}, ()),
+    "tensor parallel, loop": (
+        _tensor_parallel,
+        {},
+        {"schedule": "ScheduleInterleavedZeroBubble", **LOOP},
+        (),
+    ),
     "tp_linear": (_tensor_parallel, {}, {}, ("tp_linear",)),
 }
 
@@ -91,7 +112,9 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, int]]:
         wrap, arguments, more, features = SETTINGS[name]
         case = Case(**{"wrap": wrap(mesh["dp"], **arguments), "microbatches": 4, **more})
         seed = 0 if wrap is _tensor_parallel else mesh.get_local_rank("dp")
-        options: dict[str, Any] = {"dist_optimizer": {"min_param_numel": 1}} if "dist_optimizer" in features else {}
+        options: dict[str, Any] = (
+            {"dist_optimizer": {"min_param_numel": 1}} if "dist_optimizer" in features else {}
+        )
         if features:
             ovpatch.apply(*features, options=options)
         stock = train(case, group, seed)
@@ -102,13 +125,19 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, int]]:
         after = counters()
         ovpatch.revert()
         changes = differences(stock, patched)
-        found[name] = (changes, after["weight_grads"] - before["weight_grads"], after["steps"] - before["steps"])
+        found[name] = (
+            changes,
+            after["weight_grads"] - before["weight_grads"],
+            after["steps"] - before["steps"],
+        )
     return found
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_as_stock(ranks: Any, part: int) -> None:
-    names = [name for name in SETTINGS if ALL_CASES or name != "fsdp, bf16"]  # with checkpoints, and in a loop
+    names = [
+        name for name in SETTINGS if ALL_CASES or name != "fsdp, bf16"
+    ]  # with checkpoints, and in a loop
     for rank, found in enumerate(ranks(4)(_compare, names[part::3], timeout=120)):
         for name, (changes, deferred, steps) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:4]}"
@@ -116,7 +145,9 @@ def test_as_stock(ranks: Any, part: int) -> None:
             assert (deferred == 0) == (name == "ddp, unused parameters"), name
 
 
-def _zero_bubble(schedule: str, wrapper: str, features: tuple[str, ...]) -> tuple[list[str], int, int]:
+def _zero_bubble(
+    schedule: str, wrapper: str, features: tuple[str, ...]
+) -> tuple[list[str], int, int]:
     """Compare the gradients of a first step with averages over replicas that are not wrapped."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
@@ -124,7 +155,11 @@ def _zero_bubble(schedule: str, wrapper: str, features: tuple[str, ...]) -> tupl
     wanted = train(Case(**case), group, seed)[2]
     for grad in wanted.values():
         dist.all_reduce(grad, group=mesh["dp"].get_group())
-    ovpatch.apply("pipeline", *features, options={"dist_optimizer": {"min_param_numel": 1}} if features[1:] else {})
+    ovpatch.apply(
+        "pipeline",
+        *features,
+        options={"dist_optimizer": {"min_param_numel": 1}} if features[1:] else {},
+    )
     before = counters()["steps"]
     wrap = _fsdp(mesh["dp"]) if wrapper == "fsdp" else _ddp(mesh["dp"])
     grads = train(Case(wrap=wrap, **case), group, seed)[2]
@@ -139,7 +174,10 @@ def _zero_bubble(schedule: str, wrapper: str, features: tuple[str, ...]) -> tupl
 
 
 VEES = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-DIVIDING = [("ScheduleZBVZeroBubble", "fsdp", ()), ("ScheduleInterleavedZeroBubble", "fsdp", ())] + [
+DIVIDING = [
+    ("ScheduleZBVZeroBubble", "fsdp", ()),
+    ("ScheduleInterleavedZeroBubble", "fsdp", ()),
+] + [
     (schedule, "ddp", features)
     for schedule, features in [
         ("ScheduleZBVZeroBubble", ()),
@@ -170,7 +208,9 @@ def _zero_bubble_with_an_evaluation(features: tuple[str, ...]) -> tuple[list[str
         schedule, parts = make_schedule(case, group)
         params = [param for part in parts for param in part.parameters()]
         for param in params:
-            param.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.abs().max())))
+            param.register_post_accumulate_grad_hook(
+                lambda param: seen.append(float(param.grad.abs().max()))
+            )
         generator = torch.Generator().manual_seed(seed)
         for step in range(2):
             x, y = torch.randn(2, 4 * ROWS, 2, WIDTH, generator=generator)
@@ -188,11 +228,15 @@ def _zero_bubble_with_an_evaluation(features: tuple[str, ...]) -> tuple[list[str
     ovpatch.apply("pipeline", *features)
     found = run(_ddp(mesh["dp"], gradient_as_bucket_view=True))
     assert len(wanted) == len(found) == 20
-    return [str(i) for i in range(20) if not torch.allclose(found[i], wanted[i] / 2, atol=1e-6)], seen
+    return [
+        str(i) for i in range(20) if not torch.allclose(found[i], wanted[i] / 2, atol=1e-6)
+    ], seen
 
 
 @pytest.mark.parametrize("features", [(), ("ddp",)])
-def test_gradients_stay_where_shapes_are_inferred_again(ranks: Any, features: tuple[str, ...]) -> None:
+def test_gradients_stay_where_shapes_are_inferred_again(
+    ranks: Any, features: tuple[str, ...]
+) -> None:
     for wrong, seen in ranks(4)(_zero_bubble_with_an_evaluation, features):
         assert not wrong
         assert seen
@@ -266,9 +310,13 @@ def _wrap_some_stages(chunks: int, schedule: str) -> tuple[list[str], int, int]:
     return changes, after["steps"] - before["steps"], after["stock_steps"] - before["stock_steps"]
 
 
-@pytest.mark.parametrize(("chunks", "schedule"), [(1, "Schedule1F1B"), (2, "ScheduleInterleaved1F1B")])
+@pytest.mark.parametrize(
+    ("chunks", "schedule"), [(1, "Schedule1F1B"), (2, "ScheduleInterleaved1F1B")]
+)
 def test_replicas_of_some_stages_alone(ranks: Any, chunks: int, schedule: str) -> None:
     """All ranks of a pipeline leave the first step to stock, or none does: their messages would not meet."""
-    for rank, (changes, steps, stock_steps) in enumerate(ranks(4)(_wrap_some_stages, chunks, schedule, timeout=60)):
+    for rank, (changes, steps, stock_steps) in enumerate(
+        ranks(4)(_wrap_some_stages, chunks, schedule, timeout=60)
+    ):
         assert not changes, f"rank {rank}: {changes[:4]}"
         assert (steps, stock_steps) == (2, 1)

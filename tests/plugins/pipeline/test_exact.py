@@ -53,7 +53,10 @@ MODELS = {
     "several steps before the optimizer's": Case(pieces=2),
     "summed loss": Case(options={"scale_grads": False}),
     "raw input": Case(part=lambda _index: Raw()),
-    **{kind: Case(part=lambda _index, kind=kind: nn.Sequential(Variant(kind), Variant(kind))) for kind in VARIANTS},
+    **{
+        kind: Case(part=lambda _index, kind=kind: nn.Sequential(Variant(kind), Variant(kind)))
+        for kind in VARIANTS
+    },
     "called twice, autocast": Case(part=lambda _index: Autocast(Variant("called twice"))),
     "read elsewhere, autocast": Case(part=lambda _index: Autocast(Variant("read elsewhere"))),
 }
@@ -90,7 +93,9 @@ def _assert_equal(by_rank: list[dict[str, Outcome]]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("part", [slice(0, 3), slice(3, 6), slice(6, 8)], ids=["one stage", "loops", "vees"])
+@pytest.mark.parametrize(
+    "part", [slice(0, 3), slice(3, 6), slice(6, 8)], ids=["one stage", "loops", "vees"]
+)
 def test_each_class_and_each_order(ranks: Any, world: int, part: slice) -> None:
     found = ranks(world)(_run_classes, list(CLASSES)[part])
     _assert_equal(found)
@@ -98,14 +103,20 @@ def test_each_class_and_each_order(ranks: Any, world: int, part: slice) -> None:
         for name, outcome in outcomes.items():
             deferred = outcome.counters["weight_grads"]
             is_first = outcomes is found[0] and "ScheduleGPipe" not in name
-            assert deferred or (is_first and name.endswith(("given", "gpipe", "1f1b"))) or outcomes is found[0], name
+            assert (
+                deferred
+                or (is_first and name.endswith(("given", "gpipe", "1f1b")))
+                or outcomes is found[0]
+            ), name
 
 
 @pytest.mark.parametrize("order", ["as-given", "zb-h1"])
 @pytest.mark.parametrize("part", range(3))
 def test_each_model(ranks: Any, order: str, part: int) -> None:
     names = list(MODELS)[part::3]
-    if order == "as-given" and not ALL_CASES:  # by the same means: a linear's weight gradient is left for later
+    if (
+        order == "as-given" and not ALL_CASES
+    ):  # by the same means: a linear's weight gradient is left for later
         names = names[::2]
     found = ranks(2)(_run_models, names, order)
     _assert_equal(found)
@@ -113,12 +124,21 @@ def test_each_model(ranks: Any, order: str, part: int) -> None:
 
 
 def _run_backwards_in_reverse(names: list[str]) -> dict[str, Outcome]:
-    cases = {name: replace(MODELS[name], schedule="ScheduleLoopedBFS", microbatches=4) for name in names}
+    cases = {
+        name: replace(MODELS[name], schedule="ScheduleLoopedBFS", microbatches=4) for name in names
+    }
     return {name: train_both(case, delay_wgrad_compute="on") for name, case in cases.items()}
 
 
 def test_models_whose_first_forward_has_the_last_backward(ranks: Any) -> None:
-    names = ["read elsewhere", "called twice", "checkpoint", "reentrant checkpoint", "dropout, checkpoint", "frozen"]
+    names = [
+        "read elsewhere",
+        "called twice",
+        "checkpoint",
+        "reentrant checkpoint",
+        "dropout, checkpoint",
+        "frozen",
+    ]
     found = ranks(2)(_run_backwards_in_reverse, names)
     _assert_equal(found)
     for name, outcome in found[1].items():
@@ -128,7 +148,10 @@ def test_models_whose_first_forward_has_the_last_backward(ranks: Any) -> None:
 def _run_what_is_hidden() -> dict[str, Outcome]:
     sizes = {"input_args": (_EXAMPLE,), "output_args": (_EXAMPLE,)}
     part = lambda _index: Variant("read in a reentrant checkpoint")  # noqa: E731
-    return {order: train_both(Case(part=part, stage=sizes, steps=3), order) for order in ("as-given", "zb-h1")}
+    return {
+        order: train_both(Case(part=part, stage=sizes, steps=3), order)
+        for order in ("as-given", "zb-h1")
+    }
 
 
 def test_weights_that_a_reentrant_checkpoint_reads(ranks: Any) -> None:
@@ -136,13 +159,17 @@ def test_weights_that_a_reentrant_checkpoint_reads(ranks: Any) -> None:
 
 
 def test_models_on_four_ranks(ranks: Any) -> None:
-    _assert_equal(ranks(4)(_run_models, ["bf16", "autocast", "dropout, checkpoint", "batch norm"], "zb-h2"))
+    _assert_equal(
+        ranks(4)(_run_models, ["bf16", "autocast", "dropout, checkpoint", "batch norm"], "zb-h2")
+    )
 
 
 def _run_dropout() -> dict[str, Outcome]:
     cases = {
         "vee": Case("ScheduleZBVZeroBubble", vee=True, part=_blocks(0.2), microbatches=4, chunks=2),
-        "loop": Case("ScheduleInterleavedZeroBubble", part=_blocks(0.2, False), microbatches=4, chunks=2),
+        "loop": Case(
+            "ScheduleInterleavedZeroBubble", part=_blocks(0.2, False), microbatches=4, chunks=2
+        ),
     }
     return {name: train_both(case) for name, case in cases.items()}
 
@@ -166,14 +193,19 @@ def test_options_keep_the_bits_in_fp32(ranks: Any) -> None:
     found = ranks(2)(_run_options)
     fused = "{'gradient_accumulation_fusion': True}"
     for outcomes in found:
-        assert max(float(text.split(": ")[1]) for text in [*outcomes.pop(fused).differences, ": 0"]) < 1e-6
+        assert (
+            max(float(text.split(": ")[1]) for text in [*outcomes.pop(fused).differences, ": 0"])
+            < 1e-6
+        )
     _assert_equal(found)
     assert found[1]["{'delay_wgrad_compute': 'off'}"].counters["weight_grads"] == 0
     assert found[1]["{'overlap_p2p_comm': False}"].counters["weight_grads"] > 0
 
 
 def _run_compiled() -> dict[str, Outcome]:
-    whole = Case(part=lambda _index: torch.compile(nn.Sequential(Raw(), Raw()), backend="aot_eager"))
+    whole = Case(
+        part=lambda _index: torch.compile(nn.Sequential(Raw(), Raw()), backend="aot_eager")
+    )
     inner = Case(part=lambda _index: Variant("compiled inside"))
     return {"whole": train_both(whole, "zb-h1"), "inner": train_both(inner, "zb-h1")}
 
@@ -183,8 +215,12 @@ def test_compiled_modules_stay_in_the_backward(ranks: Any) -> None:
     _assert_equal(found)
     for outcomes in found:
         assert outcomes["whole"].counters["weight_grads"] == 0
-        assert any("4 linears in B: inside a compiled module" in text for text in outcomes["whole"].remarks)
-        assert outcomes["inner"].counters["weight_grads"] == 2 * (6 * 2 - 1), "the first microbatch leaves all in B"
+        assert any(
+            "4 linears in B: inside a compiled module" in text for text in outcomes["whole"].remarks
+        )
+        assert outcomes["inner"].counters["weight_grads"] == 2 * (6 * 2 - 1), (
+            "the first microbatch leaves all in B"
+        )
 
 
 def _count_recomputations(reentrant: bool) -> tuple[int, int, list[str]]:
@@ -200,12 +236,18 @@ def _count_recomputations(reentrant: bool) -> tuple[int, int, list[str]]:
                 block.runs = 0
             schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows)
         counts.append(sum(block.runs for block in part.blocks))  # type: ignore[union-attr]
-        untrained += [name for name, param in part.named_parameters() if param.grad is None or not param.grad.any()]
+        untrained += [
+            name
+            for name, param in part.named_parameters()
+            if param.grad is None or not param.grad.any()
+        ]
     return counts[0], counts[1], untrained
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_each_checkpointed_layer_is_recomputed_once_and_trained(ranks: Any, reentrant: bool) -> None:
+def test_each_checkpointed_layer_is_recomputed_once_and_trained(
+    ranks: Any, reentrant: bool
+) -> None:
     for rank, (stock, patched, untrained) in enumerate(ranks(2)(_count_recomputations, reentrant)):
         # The first stage's reentrant checkpoints have inputs without a gradient: stock warns, and does not train them.
         is_stocks_gap = reentrant and rank == 0
@@ -248,21 +290,29 @@ def test_hooks_of_parameters_fire_as_often(ranks: Any) -> None:
 
 def _keep_losses(order: str, fuse: bool) -> tuple[int, int]:
     """Return how many inputs a rank's linears had in a step, and how many are left while its losses are."""
-    ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, "gradient_accumulation_fusion": fuse}})
+    ovpatch.apply(
+        "pipeline", options={"pipeline": {"schedule": order, "gradient_accumulation_fusion": fuse}}
+    )
     schedule, (part,) = make_schedule(Case())
     seen: list[weakref.ref[torch.Tensor]] = []
     for module in part.modules():
         if type(module) is nn.Linear:
-            module.register_forward_pre_hook(lambda _module, args: seen.append(weakref.ref(args[0])))
+            module.register_forward_pre_hook(
+                lambda _module, args: seen.append(weakref.ref(args[0]))
+            )
     rows = torch.randn(6 * ROWS, 2, WIDTH)
-    for _ in range(2):  # in the first, torch infers shapes; gradients that can be added to are there in the second
+    for _ in range(
+        2
+    ):  # in the first, torch infers shapes; gradients that can be added to are there in the second
         seen.clear()
         losses: list[torch.Tensor] = []
         schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows, losses=losses)
     return len(seen), sum(one() is not None for one in seen)
 
 
-@pytest.mark.parametrize(("order", "fuse"), [("as-given", False), ("zb-h2", False), ("zb-h1", True)])
+@pytest.mark.parametrize(
+    ("order", "fuse"), [("as-given", False), ("zb-h2", False), ("zb-h1", True)]
+)
 def test_a_loss_that_is_kept_keeps_no_activations(ranks: Any, order: str, fuse: bool) -> None:
     made, left = ranks(2)(_keep_losses, order, fuse)[1]
     assert made >= 12

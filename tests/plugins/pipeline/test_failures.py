@@ -19,7 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ovpatch
 from ovpatch_plugins.pipeline.runtime import step_failures as failures
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
-from tests.plugins.pipeline.cases import Case, counters, device, differences, make_schedule, run_steps
+from tests.plugins.pipeline.cases import (
+    Case,
+    counters,
+    device,
+    differences,
+    make_schedule,
+    run_steps,
+)
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.support.rarely import ALL_CASES
 
@@ -57,10 +64,14 @@ class Bomb(nn.Module):
 class Armed:
     """Train, with one more step in between that fails on one rank."""
 
-    def __init__(self, case: Case, victim: int | None, left: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, case: Case, victim: int | None, left: int, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.case, self.victim, self.left = case, victim, left
         self.schedule, self.parts = make_schedule(case, group)
-        self.params = [(f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()]
+        self.params = [
+            (f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()
+        ]
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
 
     def run(self) -> tuple[list[Any], str]:
@@ -69,7 +80,9 @@ class Armed:
         return found + run_steps(self.case, self.schedule, self.params, self.optimizer, 1), text
 
     def fail(self) -> str:
-        bombs = [module for part in self.parts for module in part.modules() if isinstance(module, Bomb)]
+        bombs = [
+            module for part in self.parts for module in part.modules() if isinstance(module, Bomb)
+        ]
         for bomb in bombs:
             bomb.left = self.left if dist.get_rank() == self.victim else None
         rows = torch.ones(self.case.microbatches * ROWS, 2, WIDTH, device=device())
@@ -94,9 +107,15 @@ def fail(
     **options: Any,
 ) -> list[tuple[list[str], str]]:
     """Let a step fail for each victim and number of its call; return what differs afterwards, and the error."""
-    more: dict[str, Any] = {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
+    more: dict[str, Any] = (
+        {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
+    )
     case = Case(
-        schedule, part=lambda _index: Part(Bomb(where, delay_s), Block()), steps=1, vee="ZBV" in schedule, **more
+        schedule,
+        part=lambda _index: Part(Bomb(where, delay_s), Block()),
+        steps=1,
+        vee="ZBV" in schedule,
+        **more,
     )
     stock, _ = Armed(case, None, 0).run()
     found = []
@@ -112,7 +131,9 @@ def fail(
 
 @pytest.mark.parametrize("where", ["F", "B", "W"])
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
-def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where: str, schedule: str) -> None:
+def test_a_failing_rank_is_named_and_the_next_steps_are_right(
+    ranks: Any, where: str, schedule: str
+) -> None:
     world = 3 if schedule == "Schedule1F1B" else 2
     victims = list(range(world))
     cases = [(victim, left) for victim in victims for left in (0, 2, 5)]
@@ -132,7 +153,9 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where:
                 assert "zero_grad()" in text
             assert ".." not in text
         if where == "F":
-            assert all(results[number][1] for results in by_rank)  # every rank waits for something of this microbatch
+            assert all(
+                results[number][1] for results in by_rank
+            )  # every rank waits for something of this microbatch
 
 
 def _fail_in_fsdp(
@@ -161,7 +184,9 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @pytest.mark.parametrize(
-    ("policy", "calls"), [(MixedPrecisionPolicy(), (1, 4)), (HALF, (1, 4) if ALL_CASES else (4,))], ids=["fp32", "bf16"]
+    ("policy", "calls"),
+    [(MixedPrecisionPolicy(), (1, 4)), (HALF, (1, 4) if ALL_CASES else (4,))],
+    ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("where", ["F", "B"])
 def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(
@@ -171,7 +196,11 @@ def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(
     for rank, results in enumerate(ranks(4)(_fail_in_fsdp, where, (0, 1), policy, calls)):
         for (victim, left), (wrong, text) in zip(cases, results, strict=True):
             # The last stage may have ended its step when a B of the first one fails.
-            assert "out of memory, for a test" in text or (where, victim, rank // 2) == ("B", 0, 1), rank
+            assert "out of memory, for a test" in text or (where, victim, rank // 2) == (
+                "B",
+                0,
+                1,
+            ), rank
             assert not wrong, f"rank {rank}, failure {left} of stage {victim}: {wrong[:4]}"
 
 
@@ -230,7 +259,9 @@ def _fail_in_the_loss() -> tuple[list[str], str]:
     except (ValueError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
     schedule._loss_fn = loss
-    return differences(stock, first + run_steps(case, schedule, armed.params, armed.optimizer, 1)), text
+    return differences(
+        stock, first + run_steps(case, schedule, armed.params, armed.optimizer, 1)
+    ), text
 
 
 def test_a_failing_loss(ranks: Any) -> None:
@@ -275,7 +306,9 @@ def test_gradients_inside_a_forward_are_an_error_not_a_wrong_result(ranks: Any) 
 
 
 def _differ_in_options() -> str:
-    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1" if dist.get_rank() else "1f1b"}})
+    ovpatch.apply(
+        "pipeline", options={"pipeline": {"schedule": "zb-h1" if dist.get_rank() else "1f1b"}}
+    )
     schedule, _ = make_schedule(Case())
     rows = torch.randn(SIX, 2, WIDTH)
     try:
@@ -298,7 +331,9 @@ def wait_for_the_others() -> Any:
         assert told.read() == ""
         told.publish("rank 0 failed")
         told.wait_for_readers()
-        return dist.distributed_c10d._get_process_group_store(dist.group.WORLD).check([f"{told._key()}/read by 1"])
+        return dist.distributed_c10d._get_process_group_store(dist.group.WORLD).check(
+            [f"{told._key()}/read by 1"]
+        )
     time.sleep(0.3)
     while not (text := told.read()):
         time.sleep(0.01)

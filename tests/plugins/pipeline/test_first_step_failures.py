@@ -45,7 +45,9 @@ class First:
     def __init__(self, case: Case, group: dist.ProcessGroup | None = None) -> None:
         self.case = case
         self.schedule, self.parts = make_schedule(case, group)
-        self.params = [(f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()]
+        self.params = [
+            (f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()
+        ]
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
         self.stages = list_stages(self.schedule)
 
@@ -54,7 +56,11 @@ class First:
 
     def fail(self, part: int | None, losses: Any = None) -> tuple[str, float]:
         """Make a step whose part of this rank fails; return the error and how long it took."""
-        bombs = [] if part is None else [one for one in self.parts[part].modules() if isinstance(one, Bomb)]
+        bombs = (
+            []
+            if part is None
+            else [one for one in self.parts[part].modules() if isinstance(one, Bomb)]
+        )
         for bomb in bombs:
             bomb.left = 0
         begin = time.monotonic()
@@ -91,7 +97,9 @@ def check(by_rank: Sequence[Any], victim: int, error: str) -> None:
         if rank == victim:
             assert text.startswith(error), text
         else:
-            assert text.startswith("PipelineRankError"), f"rank {rank}, failure of rank {victim}: {text}"
+            assert text.startswith("PipelineRankError"), (
+                f"rank {rank}, failure of rank {victim}: {text}"
+            )
             assert f"rank {victim} failed " in text
             assert error in text
 
@@ -103,7 +111,9 @@ SCHEDULES = {
 }
 
 
-def _fail(where: str, names: Sequence[str], victims: Sequence[int]) -> list[tuple[str, float, list[str]]]:
+def _fail(
+    where: str, names: Sequence[str], victims: Sequence[int]
+) -> list[tuple[str, float, list[str]]]:
     found = []
     for name in names:
         case = replace(bombed(where), **SCHEDULES[name])
@@ -133,7 +143,9 @@ def test_a_rank_that_fails_in_the_first_step_is_named(
     if where == "B" and not INFERS_BACKWARDS:
         pytest.skip("this torch infers no shapes of gradients")
     for number, by_rank in enumerate(zip(*ranks(world)(_fail, where, names, victims), strict=True)):
-        check(by_rank, victims[number % len(victims)], "OutOfMemoryError: out of memory, for a test")
+        check(
+            by_rank, victims[number % len(victims)], "OutOfMemoryError: out of memory, for a test"
+        )
 
 
 def _fail_again_and_again() -> list[tuple[str, float, list[str]]]:
@@ -188,7 +200,11 @@ def _fail_around_the_inference(victim: int, *, is_behind: bool) -> tuple[str, fl
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_fails_around_its_inference(ranks: Any, victim: int, is_behind: bool) -> None:
-    check(ranks(3)(_fail_around_the_inference, victim, is_behind=is_behind), victim, "TypeError: losses must be")
+    check(
+        ranks(3)(_fail_around_the_inference, victim, is_behind=is_behind),
+        victim,
+        "TypeError: losses must be",
+    )
 
 
 def _fail_on_inputs_of_a_later_step() -> tuple[str, float, list[str]]:
@@ -238,7 +254,10 @@ def test_a_rank_that_leaves_the_inference_for_good(ranks: Any) -> None:
         assert seconds < SOON_S
         assert texts[0].startswith("left: " if rank == 1 else "PipelineRankError"), texts
         for text in texts[rank == 1 :]:
-            assert "rank 1 failed where torch infers shapes: SystemExit: the stage ends the process" in text
+            assert (
+                "rank 1 failed where torch infers shapes: SystemExit: the stage ends the process"
+                in text
+            )
 
 
 def _leave_a_vote() -> list[str]:
@@ -271,7 +290,11 @@ def _fail_in_a_grid(kind: str, victims: Sequence[int]) -> tuple[str, float, list
             return DistributedDataParallel(module, process_group=mesh["dp"].get_group())
         if kind == "fsdp":
             return _shard(module, mesh["dp"])
-        return module if mesh.get_local_rank("pp") else _shard(module, mesh["dp"], reshard_after_forward=False)
+        return (
+            module
+            if mesh.get_local_rank("pp")
+            else _shard(module, mesh["dp"], reshard_after_forward=False)
+        )
 
     case = replace(bombed("F"), wrap=wrap)
     group = mesh["pp"].get_group()
@@ -289,11 +312,19 @@ def _shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("victim", [0, 3])  # of stages 0 and 1, in replicas 0 and 1
 def test_the_other_replicas_hear_of_a_failure(ranks: Any, victim: int) -> None:
-    check(ranks(4)(_fail_in_a_grid, "ddp", [victim]), victim, "OutOfMemoryError: out of memory, for a test")
+    check(
+        ranks(4)(_fail_in_a_grid, "ddp", [victim]),
+        victim,
+        "OutOfMemoryError: out of memory, for a test",
+    )
 
 
 def test_a_stage_without_replicas_hears_of_a_failure(ranks: Any) -> None:
-    check(ranks(4)(_fail_in_a_grid, "fsdp on the first stage", [2]), 2, "OutOfMemoryError: out of memory, for a test")
+    check(
+        ranks(4)(_fail_in_a_grid, "fsdp on the first stage", [2]),
+        2,
+        "OutOfMemoryError: out of memory, for a test",
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -373,7 +404,9 @@ def _count_forwards() -> list[int]:
         for name in SCHEDULES:
             first = First(replace(Case(steps=1, microbatches=8), **SCHEDULES[name]))
             first.train()
-            blocks = [one for part in first.parts for one in part.modules() if isinstance(one, Block)]
+            blocks = [
+                one for part in first.parts for one in part.modules() if isinstance(one, Block)
+            ]
             counts.append(sum(block.runs for block in blocks))
     return counts
 

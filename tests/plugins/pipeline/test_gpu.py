@@ -26,7 +26,15 @@ from ovpatch.overlap.kernels.copy_messages import PointToPoint
 from ovpatch.overlap.pipelining import copied_messages
 from ovpatch.overlap.pipelining.edges import Slots
 from ovpatch_plugins.pipeline.pipeline_report import list_schedules
-from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train
+from tests.plugins.pipeline.cases import (
+    Case,
+    counters,
+    device,
+    differences,
+    feature_report,
+    make_schedule,
+    train,
+)
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import fail
 
@@ -64,20 +72,38 @@ def _on_a_side_stream() -> Iterator[None]:
 
 
 def _cases(world: int) -> dict[str, tuple[Case, tuple[str, ...]]]:
-    several: dict[str, Any] = {"microbatches": 2 * world, "chunks": 2, "shape": SHAPE, "part": _wide, "steps": 3}
+    several: dict[str, Any] = {
+        "microbatches": 2 * world,
+        "chunks": 2,
+        "shape": SHAPE,
+        "part": _wide,
+        "steps": 3,
+    }
     one: dict[str, Any] = {**several, "microbatches": 2 * world + 1, "chunks": 1}
     late: Callable[[int], nn.Module] = lambda index: Part(Sleep(index), Block(width=SHAPE[1]))  # noqa: E731
     found: dict[str, tuple[Case, tuple[str, ...]]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         found[f"1F1B {dtype}"] = Case(dtype=dtype, **one), ORDERS
-        found[f"ZBV {dtype}"] = Case("ScheduleZBVZeroBubble", vee=True, dtype=dtype, **several), ("as-given",)
-        found[f"interleaved {dtype}"] = Case("ScheduleInterleaved1F1B", dtype=dtype, **several), ("as-given",)
+        found[f"ZBV {dtype}"] = (
+            Case("ScheduleZBVZeroBubble", vee=True, dtype=dtype, **several),
+            ("as-given",),
+        )
+        found[f"interleaved {dtype}"] = (
+            Case("ScheduleInterleaved1F1B", dtype=dtype, **several),
+            ("as-given",),
+        )
     found["GPipe"] = Case("ScheduleGPipe", **one), ("as-given", "zb-h1")
-    found["interleaved zero bubble"] = Case("ScheduleInterleavedZeroBubble", **several), ("as-given",)
+    found["interleaved zero bubble"] = (
+        Case("ScheduleInterleavedZeroBubble", **several),
+        ("as-given",),
+    )
     found["DualPipeV"] = Case("ScheduleDualPipeV", vee=True, **several), ("as-given",)
     found["late senders"] = Case(**{**one, "part": late}), ("as-given", "zb-h2")
     found["side stream"] = Case(context=_on_a_side_stream, **one), ("zb-h1",)
-    found["checkpoint"] = Case(**{**one, "part": lambda _index: Part(Block(0.0, False, width=SHAPE[1]))}), ("zb-h1",)
+    found["checkpoint"] = (
+        Case(**{**one, "part": lambda _index: Part(Block(0.0, False, width=SHAPE[1]))}),
+        ("zb-h1",),
+    )
     return found
 
 
@@ -87,7 +113,9 @@ def _compare(
     """Return what differs from stock, by order."""
     stock, found = train(case, group, seed), {}
     for order in orders:
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, "p2p_transport": transport}})
+        ovpatch.apply(
+            "pipeline", options={"pipeline": {"schedule": order, "p2p_transport": transport}}
+        )
         before = counters()
         found[order] = differences(stock, train(case, group, seed))
         after = counters()
@@ -137,7 +165,10 @@ def test_two_ranks_by_copies(ranks: Any) -> None:
 
 def _compare_some() -> dict[str, dict[str, list[str]]]:
     cases = _cases(dist.get_world_size())
-    return {name: _compare(*cases[name], transport="auto") for name in ("1F1B torch.float32", "GPipe", "late senders")}
+    return {
+        name: _compare(*cases[name], transport="auto")
+        for name in ("1F1B torch.float32", "GPipe", "late senders")
+    }
 
 
 @pytest.mark.gpu(2)
@@ -190,7 +221,9 @@ def _exchange(repetitions: int) -> list[int]:
     assert not box.unheard()
     dist.barrier()
     late, same, wrong = random.Random(rank), random.Random(7), []
-    side = torch.cuda.Stream()  # one: torch has 32, and would hand out those of the edges, which wait
+    side = (
+        torch.cuda.Stream()
+    )  # one: torch has 32, and would hand out those of the edges, which wait
     for repetition in range(repetitions):
         box.begin(str)
         sizes = [same.randint(0, 400_000) for _ in range(same.randint(1, 3))]
@@ -203,14 +236,19 @@ def _exchange(repetitions: int) -> list[int]:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for number in range(3):
-                sent = [torch.full((size,), float(repetition + number + rank), device=device) for size in sizes]
+                sent = [
+                    torch.full((size,), float(repetition + number + rank), device=device)
+                    for size in sizes
+                ]
                 works.append(box.send(sent, 1 - rank))
                 given.append(sent)
                 got.append([torch.full((size,), torch.nan, device=device) for size in sizes])
             receiving = [box.receive(tensors, 1 - rank) for tensors in got]
             for work in reversed(receiving):
                 work.wait()
-            for work, sent in zip(works, given, strict=True):  # behind the receives, for which the peer may wait
+            for work, sent in zip(
+                works, given, strict=True
+            ):  # behind the receives, for which the peer may wait
                 work.wait()
                 for tensor in sent:
                     tensor.fill_(torch.nan)
@@ -285,10 +323,24 @@ def test_two_replicas_of_two_stages(ranks: Any) -> None:
 def _fail_everywhere(transport: str) -> list[tuple[str, int, list[str], str]]:
     """The failing rank's host is late, and those of the others are ahead of their devices."""
     found = []
-    for where, schedule in (("F", "Schedule1F1B"), ("B", "Schedule1F1B"), ("F", "ScheduleZBVZeroBubble")):
+    for where, schedule in (
+        ("F", "Schedule1F1B"),
+        ("B", "Schedule1F1B"),
+        ("F", "ScheduleZBVZeroBubble"),
+    ):
         victims = list(range(dist.get_world_size()))
-        results = fail(where, [(one, 1) for one in victims], "zb-h1", schedule, delay_s=0.2, p2p_transport=transport)
-        found += [(f"{where} of {schedule}", victim, *result) for victim, result in zip(victims, results, strict=True)]
+        results = fail(
+            where,
+            [(one, 1) for one in victims],
+            "zb-h1",
+            schedule,
+            delay_s=0.2,
+            p2p_transport=transport,
+        )
+        found += [
+            (f"{where} of {schedule}", victim, *result)
+            for victim, result in zip(victims, results, strict=True)
+        ]
     return found
 
 
@@ -301,14 +353,18 @@ def test_a_failing_rank_is_named_on_all(ranks: Any, transport: str) -> None:
             if rank == victim:
                 assert "out of memory, for a test" in text
             elif text or name.startswith("F"):  # behind a B, a rank may have its step
-                assert text.startswith("PipelineRankError"), f"rank {rank}, {name} on rank {victim}: {text!r}"
+                assert text.startswith("PipelineRankError"), (
+                    f"rank {rank}, {name} on rank {victim}: {text!r}"
+                )
                 assert f"rank {victim} failed in " in text
 
 
 def _watch() -> tuple[list[int], str]:
     """Return the memory behind each step, and the remarks."""
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
-    case = Case(microbatches=6, shape=SHAPE, part=lambda index: Part(Sleep(1), Block(width=SHAPE[1])))
+    case = Case(
+        microbatches=6, shape=SHAPE, part=lambda index: Part(Sleep(1), Block(width=SHAPE[1]))
+    )
     schedule, (part,) = make_schedule(case)
     rows = torch.randn(6 * SHAPE[0], 2, SHAPE[1], device=device())
     memory = []
@@ -325,6 +381,8 @@ def _watch() -> tuple[list[int], str]:
 def test_memory_is_freed_and_costs_are_the_devices(ranks: Any) -> None:
     for rank, (held, remarks) in enumerate(ranks(2)(_watch, backend="nccl", timeout=60)):
         assert len(set(held[2:])) == 1, held
-        forward = float(remarks.split(f"stage {rank}: F ")[-1].split(",")[0])  # workers have run others before
+        forward = float(
+            remarks.split(f"stage {rank}: F ")[-1].split(",")[0]
+        )  # workers have run others before
         assert forward > 2, remarks  # milliseconds; issuing it takes none
         assert "% of a step measured" in remarks

@@ -20,7 +20,9 @@ def _make_adapted(_index: int) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
 
     part = Part(Block(), Block())
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], lora_dropout=0.1, init_lora_weights=False)
+    config = LoraConfig(
+        r=2, lora_alpha=4, target_modules=["up", "down"], lora_dropout=0.1, init_lora_weights=False
+    )
     made: nn.Module = inject_adapter_in_model(config, part)
     return made
 
@@ -30,9 +32,14 @@ class Experts(nn.Module):
 
     def __init__(self, implementation: str) -> None:
         super().__init__()
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+            Qwen3MoeConfig,
+            Qwen3MoeSparseMoeBlock,
+        )
 
-        config = Qwen3MoeConfig(hidden_size=WIDTH, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+        config = Qwen3MoeConfig(
+            hidden_size=WIDTH, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2
+        )
         config._experts_implementation = implementation
         self.linear, self.moe = nn.Linear(WIDTH, WIDTH), Qwen3MoeSparseMoeBlock(config)
         for param in self.parameters():
@@ -59,10 +66,17 @@ def test_adapters_are_deferred_and_frozen_weights_have_no_w(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_grouped_experts_stay_in_the_backward_and_the_report_says_so(ranks: Any, implementation: str) -> None:
+def test_grouped_experts_stay_in_the_backward_and_the_report_says_so(
+    ranks: Any, implementation: str
+) -> None:
     pytest.importorskip("transformers")
     for rank, outcome in enumerate(ranks(2)(_run, implementation)):
         assert not outcome.differences, f"rank {rank}: {outcome.differences[:4]}"
-        assert f"stage {rank}: 2 weights of experts in B: their products are grouped" in outcome.remarks
+        assert (
+            f"stage {rank}: 2 weights of experts in B: their products are grouped"
+            in outcome.remarks
+        )
         deferred = outcome.counters["weight_grads"] / DEFERRING
-        assert deferred == (1 if rank else 0), "the first stage's linear reads what needs no gradient"
+        assert deferred == (1 if rank else 0), (
+            "the first stage's linear reads what needs no gradient"
+        )

@@ -30,12 +30,18 @@ ENDS = ("is_first", "is_last")
 def train(case: Case, mode: str) -> list[Any]:
     """Train two steps, the first of them inside of the mode, or after an evaluation in it."""
     schedule, parts = make_schedule(case)
-    params = [(f"{i}.{name}", param) for i, part in enumerate(parts) for name, param in part.named_parameters()]
+    params = [
+        (f"{i}.{name}", param)
+        for i, part in enumerate(parts)
+        for name, param in part.named_parameters()
+    ]
     optimizer = torch.optim.AdamW([param for _, param in params], lr=1e-2)
     contexts = iter([] if mode in FORWARD_ONLY else [MODES[mode]])
     if mode in FORWARD_ONLY:
         rows, width = case.shape[0] * case.microbatches, case.shape[1]
-        is_first, is_last = (any(getattr(stage, name) for stage in list_stages(schedule)) for name in ENDS)
+        is_first, is_last = (
+            any(getattr(stage, name) for stage in list_stages(schedule)) for name in ENDS
+        )
         x = torch.ones(rows, 2, width)
         with MODES[mode]():
             schedule.eval(*((x,) if is_first else ()), target=x if is_last else None, losses=[])

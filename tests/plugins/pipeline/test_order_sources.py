@@ -38,13 +38,17 @@ def _list_cases() -> dict[str, Case]:
     cases = {source: dataclasses.replace(LOOP, source=source) for source in SOURCES}
     for source in ("built", "without REDUCE_GRAD"):
         cases[f"{source}, divided backwards"] = dataclasses.replace(DIVIDED, source=source)
-        cases[f"{source}, unscaled"] = dataclasses.replace(LOOP, source=source, options={"scale_grads": False})
+        cases[f"{source}, unscaled"] = dataclasses.replace(
+            LOOP, source=source, options={"scale_grads": False}
+        )
     for source in ("without REDUCE_GRAD", "REDUCE_GRAD at the end"):
         for name, wrap in wraps.items():
             case = dataclasses.replace(LOOP, source=source, wrap=wrap)
             # Gradients that FSDP2 has not reduced show only in what the script's own reduction makes of them.
             after_step = _reduce_by_script if name == "fsdp" else case.after_step
-            cases[f"{source}, {name}"] = dataclasses.replace(case, microbatches=8, after_step=after_step)
+            cases[f"{source}, {name}"] = dataclasses.replace(
+                case, microbatches=8, after_step=after_step
+            )
     return cases
 
 
@@ -66,9 +70,15 @@ def _compare_sources() -> dict[str, tuple[list[str], int]]:
 
 def test_an_order_of_any_source_has_the_bits_of_torch(ranks: Any) -> None:
     for rank, found in enumerate(ranks(2)(_compare_sources)):
-        assert not {name: changes[:2] for name, (changes, _) in found.items() if changes}, f"rank {rank}"
+        assert not {name: changes[:2] for name, (changes, _) in found.items() if changes}, (
+            f"rank {rank}"
+        )
         # Torch itself computes the first step of stages in DistributedDataParallel.
-        run = {name: steps for name, (_, steps) in found.items() if steps != STEPS - name.endswith("ddp")}
+        run = {
+            name: steps
+            for name, (_, steps) in found.items()
+            if steps != STEPS - name.endswith("ddp")
+        }
         assert not run, f"rank {rank}"
 
 

@@ -49,7 +49,9 @@ def test_fixed_orders_keep_the_rules_also_with_few_microbatches(name, ranks, mic
 def test_gpipe_and_1f1b_are_those_of_torch(name, stock, ranks, microbatches):
     made = [
         getattr(torch_schedules, stock)(
-            BareStage(rank, stages=ranks, ranks=ranks, rank=rank), microbatches, loss_fn=lambda output, target: output
+            BareStage(rank, stages=ranks, ranks=ranks, rank=rank),
+            microbatches,
+            loss_fn=lambda output, target: output,
         )
         for rank in range(ranks)
     ]
@@ -79,7 +81,10 @@ def test_zero_bubble_orders_hold_as_many_activations_as_the_paper_says(ranks):
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
-        (lambda: build_order("zb-h3", ranks=2, microbatches=2), "Choose one of gpipe, 1f1b, zb-h1, zb-h2"),
+        (
+            lambda: build_order("zb-h3", ranks=2, microbatches=2),
+            "Choose one of gpipe, 1f1b, zb-h1, zb-h2",
+        ),
         (lambda: build_order("1f1b", ranks=2, microbatches=0), "1 or more"),
         (lambda: build_placement("ring", ranks=2), "straight, loop, vee"),
         (lambda: build_placement("straight", ranks=2, chunks=2), "loop or vee"),
@@ -106,7 +111,10 @@ def test_placements():
 def test_orders_of_torch_are_converted_and_keep_the_rules(name, ranks):
     schedule, placement = torch_order(name, ranks=ranks, microbatches=2 * ranks)
     check_schedule(schedule, placement, stock=schedule, keep_forward_order=True)
-    assert sum(action.kind is F for order in schedule for action in order) == len(placement) * 2 * ranks
+    assert (
+        sum(action.kind is F for order in schedule for action in order)
+        == len(placement) * 2 * ranks
+    )
     kinds = {action.kind for order in schedule for action in order}
     assert (W in kinds) == (name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"))
 
@@ -135,13 +143,17 @@ def test_orders_of_a_vee_keep_the_rules_and_hold_what_their_names_say(ranks, mic
 
 def test_a_lowered_order_has_the_same_computations():
     made = torch_object("ZBVZeroBubble", ranks=2, microbatches=4)
-    assert convert_torch_order(made.pipeline_order_with_comms) == convert_torch_order(made.pipeline_order)
+    assert convert_torch_order(made.pipeline_order_with_comms) == convert_torch_order(
+        made.pipeline_order
+    )
 
 
 def test_dualpipev_overlaps_are_taken_apart():
     made = torch_object("DualPipeV", ranks=4, microbatches=8)
     assert any(action and action.sub_actions for action in made.pipeline_order[0])
-    schedule = convert_torch_order({0: [None, _Action(-1, _ComputationType.OVERLAP_F_B, None, _parts())]})
+    schedule = convert_torch_order(
+        {0: [None, _Action(-1, _ComputationType.OVERLAP_F_B, None, _parts())]}
+    )
     assert schedule == [[Action(F, 0, 3), Action(BW, 1, 2)]]
 
 
@@ -156,7 +168,10 @@ def test_what_is_unknown_in_an_order_is_named():
         def __str__(self):
             return "1SHUFFLE2"
 
-    with pytest.raises(ScheduleError, match=r"rank 0: action 1SHUFFLE2 of kind SHUFFLE is unknown.*OVPATCH_PIPELINE=0"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0: action 1SHUFFLE2 of kind SHUFFLE is unknown.*OVPATCH_PIPELINE=0",
+    ):
         convert_torch_order({0: [Strange()]})
     with pytest.raises(ScheduleError, match="rank 0 is missing"):
         convert_torch_order({1: []})
@@ -213,7 +228,9 @@ def test_fs_of_a_rank_keep_their_sequence_where_random_numbers_are_drawn():
     changed = [list(order) for order in stock]
     fs = [index for index, action in enumerate(changed[1]) if action.kind is F]
     pairs = itertools.pairwise(fs)
-    first, second = next((i, j) for i, j in pairs if changed[1][i].stage == 2 and changed[1][j].stage == 1)
+    first, second = next(
+        (i, j) for i, j in pairs if changed[1][i].stage == 2 and changed[1][j].stage == 1
+    )
     changed[1].insert(first, changed[1].pop(second))
     check_schedule(changed, placement, stock=stock)
     with pytest.raises(ScheduleError, match=r"rank 1: .* stands where stock has .* random numbers"):
@@ -227,7 +244,9 @@ def test_a_deadlock_names_what_waits():
         [Action(F, 0, 0), Action(BW, 0, 0), Action(F, 0, 1), Action(BW, 0, 1)],
         [Action(F, 1, 0), Action(F, 1, 1), Action(BW, 1, 0), Action(BW, 1, 1)],
     ]
-    with pytest.raises(ScheduleError, match="rank 0: deadlock, 0BW0 waits for 1B0, and 1B0 waits as well"):
+    with pytest.raises(
+        ScheduleError, match="rank 0: deadlock, 0BW0 waits for 1B0, and 1B0 waits as well"
+    ):
         check_schedule(orders, (0, 1))
 
 
@@ -254,14 +273,22 @@ def test_slots_that_are_too_few_are_a_deadlock():
 def test_slots_with_which_ranks_end_that_stop_at_each_message():
     for name in ORDERS:
         assert count_slots(build_order(name, ranks=4, microbatches=8), range(4)) == 1
-    found = {name: count_slots(*torch_order(name, ranks=4, microbatches=8)) for name in PLACEMENT_OF}
+    found = {
+        name: count_slots(*torch_order(name, ranks=4, microbatches=8)) for name in PLACEMENT_OF
+    }
     assert found["Interleaved1F1B"] == 1
     assert {slots for name, slots in found.items() if name != "Interleaved1F1B"} == {2}
     assert count_slots(*torch_order("InterleavedZeroBubble", ranks=8, microbatches=16)) == 4
 
     # Rank 0 sends four Fs before it reads one.
     orders = [
-        [Action(kind, stage, number) for kind, stage in ((F, 0), (F, 2), (BW, 2), (BW, 0)) for number in range(4)],
+        [
+            Action(kind, stage, number)
+            for kind, stage in ((F, 0), (F, 2), (BW, 2), (BW, 0))
+            for number in range(4)
+        ],
         [Action(kind, 1, number) for kind in (F, BW) for number in range(4)],
     ]
-    assert count_slots(orders, (0, 1, 0)) == 2, "with one, 0F3 waits for rank 1, which waits to send 1F1"
+    assert count_slots(orders, (0, 1, 0)) == 2, (
+        "with one, 0F3 waits for rank 1, which waits to send 1F1"
+    )

@@ -78,13 +78,22 @@ def test_evaluation_between_steps(ranks: Any) -> None:
 
 def _two_schedules() -> list[str]:
     def run() -> list[Any]:
-        cases = Case(), dataclasses.replace(Case("ScheduleInterleaved1F1B"), microbatches=8, chunks=2)
+        cases = (
+            Case(),
+            dataclasses.replace(Case("ScheduleInterleaved1F1B"), microbatches=8, chunks=2),
+        )
         made = [(case, *make_schedule(case)) for case in cases]
         found = []
         for seed in range(2):
             for case, schedule, parts in made:
-                params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
-                found += run_steps(case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), seed)
+                params = [
+                    (f"{i}.{n}", p)
+                    for i, part in enumerate(parts)
+                    for n, p in part.named_parameters()
+                ]
+                found += run_steps(
+                    case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), seed
+                )
         return found
 
     stock = run()
@@ -100,7 +109,9 @@ def _share_a_stage() -> tuple[list[str], int]:
     def run() -> list[Any]:
         case, found = dataclasses.replace(Case(), steps=1), []
         schedule, parts = make_schedule(case)
-        params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+        params = [
+            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
+        ]
         optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
         other = schedules.ScheduleGPipe(schedule._stage, case.microbatches, loss_fn=compute_loss)
 
@@ -134,7 +145,9 @@ def _drop() -> tuple[list[bool], str]:
     case = dataclasses.replace(Case(), steps=7)
     schedule, parts = make_schedule(case)
     run_steps(case, schedule, [], torch.optim.SGD(parts[0].parameters()), 0)
-    references = [weakref.ref(one) for one in (schedule, schedule._stage, parts[0], *parts[0].parameters())]
+    references = [
+        weakref.ref(one) for one in (schedule, schedule._stage, parts[0], *parts[0].parameters())
+    ]
     del schedule, parts
     gc.collect()
     bubbles = [line for line in feature_report().remarks if line.startswith("bubble")]
@@ -151,7 +164,9 @@ def _turn_off_and_on() -> tuple[list[str], dict[str, int]]:
     def run(change: Callable[[int], None]) -> list[Any]:
         case, found = dataclasses.replace(Case(), steps=1), []
         schedule, parts = make_schedule(case)
-        params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+        params = [
+            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
+        ]
         optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
         for seed in range(4):
             change(seed)
@@ -159,7 +174,9 @@ def _turn_off_and_on() -> tuple[list[str], dict[str, int]]:
         return found
 
     def change(seed: int) -> None:
-        ovpatch.revert() if seed % 2 else ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+        ovpatch.revert() if seed % 2 else ovpatch.apply(
+            "pipeline", options={"pipeline": {"schedule": "zb-h1"}}
+        )
 
     stock = run(lambda _seed: None)
     ovpatch.apply("pipeline")
@@ -186,14 +203,20 @@ def _run_csv(path: str, base: str) -> tuple[list[str], int, str]:
         for _ in range(2):
             rows, losses = _rows()[: 3 * ROWS], []
             out = schedule.step(*_first(rows), target=rows, losses=losses)
-            found += [losses and [one.detach() for one in losses], out, [p.grad.clone() for p in part.parameters()]]
+            found += [
+                losses and [one.detach() for one in losses],
+                out,
+                [p.grad.clone() for p in part.parameters()],
+            ]
         return found
 
     stock = run()
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": "gpipe"}})
     changes = differences(stock, run())
     ((_, stage),) = list_schedules()[-1].stages.items()
-    assert stage.receive_nbytes == ROWS * 2 * WIDTH * 4, "an activation on one rank, its gradient on the other"
+    assert stage.receive_nbytes == ROWS * 2 * WIDTH * 4, (
+        "an activation on one rank, its gradient on the other"
+    )
     return changes, counters()["weight_grads"], " ".join(feature_report().remarks)
 
 
@@ -210,7 +233,9 @@ def test_a_loaded_order_is_run_as_it_is(ranks: Any, tmp_path: Path, base: str) -
         assert not changes
         assert deferred
         assert "runs as its own order" in remarks
-        assert "receive buffers of 0.0 MiB a microbatch, for those in flight instead of 3" in remarks
+        assert (
+            "receive buffers of 0.0 MiB a microbatch, for those in flight instead of 3" in remarks
+        )
         assert "at most 3 with activations" in remarks or "at most 2 with activations" in remarks
 
 
@@ -224,7 +249,9 @@ def _leave_to_stock(kind: str) -> tuple[list[str], dict[str, int], str]:
         schedule, parts = make_schedule(case)
         if kind == "custom":
             schedule.register_custom_function(schedules.REDUCE_GRAD, lambda action, ctx: None)
-        params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+        params = [
+            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
+        ]
         return run_steps(case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), 0)
 
     stock = run()
@@ -253,7 +280,9 @@ def test_what_is_left_to_stock_on_all_ranks(ranks: Any, kind: str, reason: str) 
 def _watch_memory() -> tuple[int, int]:
     def live(schedule: Any) -> int:
         infos = [*schedule._stage.args_recv_info.values(), *schedule._stage.grad_recv_info.values()]
-        buffers = (getattr(info, "buffer", None) for items in infos for info in items)  # torch 2.11: not of inputs
+        buffers = (
+            getattr(info, "buffer", None) for items in infos for info in items
+        )  # torch 2.11: not of inputs
         return sum(buffer is not None and not buffer.is_meta for buffer in buffers)
 
     schedule, _ = make_schedule(Case())
@@ -276,7 +305,10 @@ def _watch_memory() -> tuple[int, int]:
 
 def test_receive_buffers_are_those_in_flight(ranks: Any) -> None:
     for stock, peak in ranks(2)(_watch_memory):
-        assert stock in (0, 6)  # to torch 2.14 they stay, from 2.15 on stock makes each when it is due, too
+        assert stock in (
+            0,
+            6,
+        )  # to torch 2.14 they stay, from 2.15 on stock makes each when it is due, too
         assert peak <= 4
 
 
@@ -288,7 +320,10 @@ def _describe() -> str:
 
 def test_the_report_has_costs_and_the_bubble(ranks: Any) -> None:
     for rank, text in enumerate(ranks(2)(_describe)):
-        assert f"Schedule1F1B runs as zb-h1 on rank {rank}: 6 microbatches, at most 2 with activations" in text
+        assert (
+            f"Schedule1F1B runs as zb-h1 on rank {rank}: 6 microbatches, at most 2 with activations"
+            in text
+        )
         assert f"stage {rank}: F " in text
         assert ", B " in text
         assert ", W " in text
@@ -363,7 +398,9 @@ def _watch_receives() -> tuple[list[str], list[int], list[int]]:
         wait(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_attach, "blocks_host", lambda *_: False)  # as on a device; messages stay gloo's
+        patch.setattr(
+            pipeline_attach, "blocks_host", lambda *_: False
+        )  # as on a device; messages stay gloo's
         patch.setattr(Engine, "run_step", _run)
         patch.setattr(Engine, "_wait_for", _wait_for)
         changes = differences(stock, train(case))
@@ -386,7 +423,9 @@ class _Schedule:
         self._stages = [SimpleNamespace(submod=object(), dw_builder=None)]
 
 
-def test_a_replaced_order_module_or_builder_is_attached_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_order_module_or_builder_is_attached_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Any] = []
 
     def attach(schedule: Any, owner: str, options: Any, facts: tuple[Any, ...]) -> Any:
@@ -402,6 +441,8 @@ def test_a_replaced_order_module_or_builder_is_attached_again(monkeypatch: pytes
     ]
     for number, change in enumerate([(schedule, "rank", 0), *changes], 1):
         setattr(*change)
-        found = [pipeline_attach._find_attached(schedule, "PipelineScheduleMulti", {}) for _ in range(2)]
+        found = [
+            pipeline_attach._find_attached(schedule, "PipelineScheduleMulti", {}) for _ in range(2)
+        ]
         assert found == [made[-1]] * 2
         assert len(made) == number, change[1]

@@ -21,7 +21,12 @@ from ovpatch.overlap.pipelining.ir import (
     list_messages,
     make_program,
 )
-from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_order, build_placement, build_vee_order
+from ovpatch.overlap.pipelining.orders import (
+    build_bidirectional_order,
+    build_order,
+    build_placement,
+    build_vee_order,
+)
 
 
 def _shuffle(schedule: Schedule, seed: int) -> Schedule:
@@ -44,22 +49,40 @@ def _list_schedules() -> list[tuple[Schedule, Placement]]:
         for count in (1, 2, 7)
     ]
     found.append((build_vee_order(ranks=3, microbatches=7), vee))
-    found.append((build_bidirectional_order(ranks=4, microbatches=8), build_placement("bidirectional", ranks=4)))
-    return found + [(_shuffle(schedule, seed), placement) for seed, (schedule, placement) in enumerate(found)]
+    found.append(
+        (
+            build_bidirectional_order(ranks=4, microbatches=8),
+            build_placement("bidirectional", ranks=4),
+        )
+    )
+    return found + [
+        (_shuffle(schedule, seed), placement) for seed, (schedule, placement) in enumerate(found)
+    ]
 
 
-def _find_posts(program: Program, messages: dict[tuple[int, int], list[Action]], ahead: int) -> list[list[Receive]]:
+def _find_posts(
+    program: Program, messages: dict[tuple[int, int], list[Action]], ahead: int
+) -> list[list[Receive]]:
     """Return the receives to start before each computation, by a search of all later ones each time."""
     steps, started = program.steps, set[Receive]()
-    readers = {step.receive: number for number, step in enumerate(steps) if step.receive is not None}
+    readers = {
+        step.receive: number for number, step in enumerate(steps) if step.receive is not None
+    }
     found = []
     for number, step in enumerate(steps):
         later = sorted(place for place in readers.values() if place >= number)
         due = later[: ahead + (step.receive is not None)]
         posts: list[Receive] = []
         for (_, receiver), sent in sorted(messages.items()):
-            queue = [_find_receive(steps, action) for action in sent] if receiver == program.rank else []
-            last = max((place for place, receive in enumerate(queue) if readers[receive] in due), default=-1)
+            queue = (
+                [_find_receive(steps, action) for action in sent]
+                if receiver == program.rank
+                else []
+            )
+            last = max(
+                (place for place, receive in enumerate(queue) if readers[receive] in due),
+                default=-1,
+            )
             posts += [receive for receive in queue[: last + 1] if receive not in started]
         started.update(posts)
         found.append(posts)
@@ -68,10 +91,14 @@ def _find_posts(program: Program, messages: dict[tuple[int, int], list[Action]],
 
 def _find_receive(steps: Any, message: Action) -> Receive:
     reader = message._replace(stage=message.stage + (1 if message.kind is Kind.F else -1))
-    return next(step.receive for step in steps if step.receive is not None and step.receive.action == reader)
+    return next(
+        step.receive for step in steps if step.receive is not None and step.receive.action == reader
+    )
 
 
-def _count_unread(program: Program, schedule: Schedule, placement: Placement) -> list[dict[int, int]]:
+def _count_unread(
+    program: Program, schedule: Schedule, placement: Placement
+) -> list[dict[int, int]]:
     """Return the messages that may be unread at the sender of each receive, by counting those it has read before."""
     messages, sent, found = list_messages(schedule, placement), [], []
     for step in program.steps:
@@ -79,10 +106,16 @@ def _count_unread(program: Program, schedule: Schedule, placement: Placement) ->
         if step.receive is not None:
             peer, source = step.receive.sender, find_source(step.action, placement)
             assert source is not None
-            made = next(place for place, action in enumerate(schedule[peer]) if _is_same(action, source))
+            made = next(
+                place for place, action in enumerate(schedule[peer]) if _is_same(action, source)
+            )
             reads = [find_source(action, placement) for action in schedule[peer][: made + 1]]
-            mine = [message for message in messages.get((program.rank, peer), []) if message in sent]
-            known = next((place for place, message in enumerate(mine) if message not in reads), len(mine))
+            mine = [
+                message for message in messages.get((program.rank, peer), []) if message in sent
+            ]
+            known = next(
+                (place for place, message in enumerate(mine) if message not in reads), len(mine)
+            )
             unread = {peer: len(mine) - known}
         found.append(unread)
         if step.receiver is not None:
@@ -103,7 +136,9 @@ def test_receives_and_unread_messages_are_those_of_a_plain_search(ahead: int) ->
         for rank in range(len(schedule)):
             program = make_program(schedule, placement, rank, ahead=ahead)
             assert [step.posts for step in program.steps] == _find_posts(program, messages, ahead)
-            assert [step.kept for step in program.steps] == _count_unread(program, schedule, placement)
+            assert [step.kept for step in program.steps] == _count_unread(
+                program, schedule, placement
+            )
 
 
 def _count_instructions(call: Callable[[], object]) -> int:

@@ -13,7 +13,9 @@ from ovpatch.overlap.pipelining.program_cursor import LoopError, ProgramCursor
 from tests.support import signs
 
 
-def run_step(engine: ProgramCursor, order: str, microbatches: int, *, varies: bool = False) -> list[str]:
+def run_step(
+    engine: ProgramCursor, order: str, microbatches: int, *, varies: bool = False
+) -> list[str]:
     """Return what a step of 1F1B on two ranks did: values are checked on the way."""
     rank, events = dist.get_rank(), list[str]()
     transport = engine._messages
@@ -30,9 +32,17 @@ def run_step(engine: ProgramCursor, order: str, microbatches: int, *, varies: bo
         mock.patch.object(transport, "receive", note("receive", receive)),
         mock.patch.object(transport, "_wait_for", note("wait", wait)),
     ):
-        engine.start_step(order, microbatches, torch.empty, lambda index: events.append(f"W{index}"), varies=varies)
+        engine.start_step(
+            order,
+            microbatches,
+            torch.empty,
+            lambda index: events.append(f"W{index}"),
+            varies=varies,
+        )
         forwards = backwards = 0
-        for is_forward in [True] * (2 - rank) + [False, True] * (microbatches - 2 + rank) + [False] * (2 - rank):
+        for is_forward in (
+            [True] * (2 - rank) + [False, True] * (microbatches - 2 + rank) + [False] * (2 - rank)
+        ):
             found = engine.receive([(size(0),)], is_forward=is_forward)
             microbatch = forwards if is_forward else backwards
             events.append(f"{'F' if is_forward else 'B'}{microbatch}")
@@ -55,11 +65,25 @@ def steps_of_a_loop() -> dict[str, list[str]]:
 
 
 def test_receives_start_ahead_and_weight_gradients_are_computed_behind_the_send(ranks):
-    first, last = ({name: " ".join(events) for name, events in one.items()} for one in ranks(2)(steps_of_a_loop))
-    assert first["1f1b"] == "receive receive F0 send F1 send receive wait B0 W0 F2 send wait B1 W1 wait B2 W2"
-    assert last["1f1b"] == "receive receive receive wait F0 B0 send W0 wait F1 B1 send W1 wait F2 B2 send W2"
-    assert last["zb-h1"] == "receive receive receive wait F0 B0 send wait F1 B1 send W0 wait F2 B2 send W1 W2"
-    assert last["varies"].startswith("receive wait receive wait F0 B0 send W0 receive"), "sizes come first, none ahead"
+    first, last = (
+        {name: " ".join(events) for name, events in one.items()}
+        for one in ranks(2)(steps_of_a_loop)
+    )
+    assert (
+        first["1f1b"]
+        == "receive receive F0 send F1 send receive wait B0 W0 F2 send wait B1 W1 wait B2 W2"
+    )
+    assert (
+        last["1f1b"]
+        == "receive receive receive wait F0 B0 send W0 wait F1 B1 send W1 wait F2 B2 send W2"
+    )
+    assert (
+        last["zb-h1"]
+        == "receive receive receive wait F0 B0 send wait F1 B1 send W0 wait F2 B2 send W1 W2"
+    )
+    assert last["varies"].startswith("receive wait receive wait F0 B0 send W0 receive"), (
+        "sizes come first, none ahead"
+    )
 
 
 def wrong_loops() -> list[str]:

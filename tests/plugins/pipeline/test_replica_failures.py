@@ -48,7 +48,9 @@ VICTIMS = (0, 3)  # of stages 0 and 1, in replicas 0 and 1
 
 def _list_cases(kind: str) -> list[tuple[str, str, int, int]]:
     # FSDP2 computes with other tensors than those that the hook of W is on.
-    return [(*one, victim) for one in FAILURES for victim in VICTIMS if (kind, one[1]) != ("fsdp", "W")]
+    return [
+        (*one, victim) for one in FAILURES for victim in VICTIMS if (kind, one[1]) != ("fsdp", "W")
+    ]
 
 
 def _fail(kind: str) -> list[tuple[list[str], str]]:
@@ -82,7 +84,9 @@ def test_replicas_raise_the_error_of_a_rank_that_fails_alone(ranks: Any, kind: s
             assert not wrong, f"rank {rank}, {case}: {wrong[:4]}"
             if rank == victim:
                 assert "out of memory, for a test" in text
-            elif text or case[1] != "W" or rank // 2 == victim // 2:  # the other stage may be through with its step
+            elif (
+                text or case[1] != "W" or rank // 2 == victim // 2
+            ):  # the other stage may be through with its step
                 assert text.startswith("PipelineRankError"), f"rank {rank}, {case}: {text}"
                 assert f"rank {victim} failed in " in text
                 assert "OutOfMemoryError" in text
@@ -95,7 +99,8 @@ def _decide_over_two_groups() -> list[str]:
     replicas = Replicas([mesh["shard"].get_group(), mesh["replicate"].get_group()])
     rank = dist.get_rank()
     return [
-        replicas.decide(f"rank {rank} of {victims}" if rank in victims else "") for victims in ((), (3,), (), (0, 2))
+        replicas.decide(f"rank {rank} of {victims}" if rank in victims else "")
+        for victims in ((), (3,), (), (0, 2))
     ]
 
 

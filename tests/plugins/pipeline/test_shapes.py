@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
-from tests.plugins.pipeline.cases import MAY_LACK_GRADIENTS, Case, differences, feature_report, make_schedule
+from tests.plugins.pipeline.cases import (
+    MAY_LACK_GRADIENTS,
+    Case,
+    differences,
+    feature_report,
+    make_schedule,
+)
 from tests.plugins.pipeline.models import WIDTH, Autocast, Block, Part
 from tests.support.rarely import ALL_CASES
 
@@ -53,9 +59,15 @@ def _make_case(name: str) -> Case:
     several: dict[str, Any] = {"microbatches": 4, "chunks": 2}
     return {
         "1F1B": Case(microbatches=4),
-        "two tensors": Case(microbatches=4, part=lambda index: Pair(index, dist.get_world_size() - 1)),
-        "positions first": Case(microbatches=4, part=lambda index: Indexed(index == dist.get_world_size() - 1)),
-        "autocast": Case(microbatches=4, part=lambda _index: Autocast(Part(Block(0.0, False), Block()))),
+        "two tensors": Case(
+            microbatches=4, part=lambda index: Pair(index, dist.get_world_size() - 1)
+        ),
+        "positions first": Case(
+            microbatches=4, part=lambda index: Indexed(index == dist.get_world_size() - 1)
+        ),
+        "autocast": Case(
+            microbatches=4, part=lambda _index: Autocast(Part(Block(0.0, False), Block()))
+        ),
         "loop": Case("ScheduleInterleaved1F1B", **several),
         "vee": Case("ScheduleZBVZeroBubble", vee=True, **several),
     }[name]
@@ -63,12 +75,16 @@ def _make_case(name: str) -> Case:
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
     data, (rows, length) = torch.Generator().manual_seed(step), STEPS[step]
-    return torch.randn(rows, length, WIDTH, generator=data), torch.randn(rows, length, WIDTH, generator=data)
+    return torch.randn(rows, length, WIDTH, generator=data), torch.randn(
+        rows, length, WIDTH, generator=data
+    )
 
 
 def _train(case: Case, order: str) -> list[Any]:
     """Train with the engine; return losses, gradients and parameters."""
-    ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, "variable_seq_lengths": True}})
+    ovpatch.apply(
+        "pipeline", options={"pipeline": {"schedule": order, "variable_seq_lengths": True}}
+    )
     schedule, parts = make_schedule(case)
     found: list[Any] = []
     stages = list_stages(schedule)
@@ -85,7 +101,9 @@ def _train(case: Case, order: str) -> list[Any]:
 
 
 def _apply_gradients(parts: Sequence[nn.Module]) -> list[Any]:
-    found = [{name: param.grad.clone() for name, param in part.named_parameters()} for part in parts]
+    found = [
+        {name: param.grad.clone() for name, param in part.named_parameters()} for part in parts
+    ]
     for part in parts:
         for param in part.parameters():
             param.data.add_(param.grad, alpha=-0.1)
@@ -105,7 +123,9 @@ def _train_alone(case: Case) -> list[Any]:
     for step in range(len(STEPS)):
         x, y = _batch(step)
         losses = []
-        for rows, target in zip(x.tensor_split(case.microbatches), y.tensor_split(case.microbatches), strict=True):
+        for rows, target in zip(
+            x.tensor_split(case.microbatches), y.tensor_split(case.microbatches), strict=True
+        ):
             h: Any = (rows,)
             for module in modules:
                 h = module(*h) if isinstance(h, tuple) else module(h)
@@ -132,8 +152,14 @@ def _compare(names: list[str], orders: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_shapes_may_change_between_steps_and_inside_of_one(ranks: Any, world: int) -> None:
-    names = ["1F1B", "autocast", *(["two tensors", "positions first"] if MAY_LACK_GRADIENTS else [])]
-    found = ranks(world)(_compare, names, ["as-given", "zb-h2"] if world == 2 or ALL_CASES else ["zb-h2"])
+    names = [
+        "1F1B",
+        "autocast",
+        *(["two tensors", "positions first"] if MAY_LACK_GRADIENTS else []),
+    ]
+    found = ranks(world)(
+        _compare, names, ["as-given", "zb-h2"] if world == 2 or ALL_CASES else ["zb-h2"]
+    )
     found += ranks(world)(_compare, ["loop", "vee"], ["as-given"])
     for outcomes in found:
         for name, changes in outcomes.items():
@@ -165,9 +191,12 @@ def test_another_shape_is_an_error_on_all_ranks_unless_it_is_expected(ranks: Any
             assert "Stage 0 forward inputs: value 0 has a shape mismatch" in other
             continue
         assert rank == 1 or other.startswith("ValueError")
-        assert "sends tensors of shapes [(3, 5, 12)], and its receiver expects [(3, 2, 12)]" in other
         assert (
-            "Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the microbatches to one shape." in other
+            "sends tensors of shapes [(3, 5, 12)], and its receiver expects [(3, 2, 12)]" in other
+        )
+        assert (
+            "Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the microbatches to "
+            "one shape." in other
         )
 
 
@@ -195,7 +224,9 @@ class Failing(nn.Module):
 def _fail(victim: int, where: str) -> tuple[str, list[str]]:
     found = []
     for is_failing in (False, True):
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1", "variable_seq_lengths": True}})
+        ovpatch.apply(
+            "pipeline", options={"pipeline": {"schedule": "zb-h1", "variable_seq_lengths": True}}
+        )
         schedule, parts = make_schedule(Case(microbatches=4, part=lambda _index: Failing(where)))
         _step(schedule, 0)
         text = ""

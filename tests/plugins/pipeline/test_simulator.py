@@ -11,7 +11,9 @@ from tests.plugins.pipeline.torch_orders import torch_order
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 SIZES = ((4, 8), (4, 12), (4, 32), (8, 12), (8, 32))
-SCALE = 21.6 / (5.98 + 7.32 + 6.25)  # F, B and W of one H200 on a machine where a microbatch takes 21.6 ms
+SCALE = 21.6 / (
+    5.98 + 7.32 + 6.25
+)  # F, B and W of one H200 on a machine where a microbatch takes 21.6 ms
 
 # Excess over m(F+B+W) in percent, of chained steps and, where it differs, of steps at whose end all ranks meet.
 EXCESS = {
@@ -56,7 +58,11 @@ def costs_of_h200(ranks, chunks=1):
 
 def named(name, ranks, microbatches):
     if name == "split 1f1b":
-        return split_backwards(build_order("1f1b", ranks=ranks, microbatches=microbatches)), range(ranks), 1
+        return (
+            split_backwards(build_order("1f1b", ranks=ranks, microbatches=microbatches)),
+            range(ranks),
+            1,
+        )
     if name.islower():
         return build_order(name, ranks=ranks, microbatches=microbatches), range(ranks), 1
     return *torch_order(name, ranks=ranks, microbatches=microbatches), 2
@@ -88,14 +94,21 @@ def test_one_rank_never_waits():
 
 def test_1f1b_of_two_ranks_in_numbers():
     schedule = build_order("1f1b", ranks=2, microbatches=2)
-    result = simulate(schedule, (0, 1), Costs.uniform(2, forward=1, backward=1, weight=1, send=0.5), chained=False)
+    result = simulate(
+        schedule, (0, 1), Costs.uniform(2, forward=1, backward=1, weight=1, send=0.5), chained=False
+    )
     assert [(str(a), start, end) for a, start, end in result.timeline[0]] == [
         ("0F0", 0, 1),
         ("0F1", 1, 2),
         ("0BW0", 5, 7),
         ("0BW1", 8, 10),
     ]
-    assert [(start, end) for _, start, end in result.timeline[1]] == [(1.5, 2.5), (2.5, 4.5), (4.5, 5.5), (5.5, 7.5)]
+    assert [(start, end) for _, start, end in result.timeline[1]] == [
+        (1.5, 2.5),
+        (2.5, 4.5),
+        (4.5, 5.5),
+        (5.5, 7.5),
+    ]
     assert result.step == 10
     assert result.busy == (6, 6)
     assert result.bubble == pytest.approx(0.4)
@@ -111,7 +124,10 @@ def test_a_split_backward_sends_before_its_w():
 
 def test_steps_chain_without_a_barrier():
     """Rank 1 begins late and ends late: its next step begins while it would wait for the barrier."""
-    orders = [[Action(F, 0, 0), Action(B, 0, 0), Action(W, 0, 0)], [Action(F, 1, 0), Action(B, 1, 0), Action(W, 1, 0)]]
+    orders = [
+        [Action(F, 0, 0), Action(B, 0, 0), Action(W, 0, 0)],
+        [Action(F, 1, 0), Action(B, 1, 0), Action(W, 1, 0)],
+    ]
     costs = Costs((1, 1), (1, 1), (1, 4))
     assert simulate(orders, (0, 1), costs, chained=False).step == 7
     chained = simulate(orders, (0, 1), costs)
@@ -158,7 +174,10 @@ def test_an_edge_carries_one_message_at_a_time():
 
 def test_a_message_waits_for_a_slot_until_an_earlier_one_is_read():
     first = build_order("gpipe", ranks=2, microbatches=3)[0]
-    second = [Action(kind, 1, index) for kind, index in ((F, 0), (BW, 0), (F, 1), (F, 2), (BW, 1), (BW, 2))]
+    second = [
+        Action(kind, 1, index)
+        for kind, index in ((F, 0), (BW, 0), (F, 1), (F, 2), (BW, 1), (BW, 2))
+    ]
     costs = Costs((1, 1), (1, 10), (0, 0), 3)
     assert forward_starts([first, second], costs) == [4, 15, 16]
     assert forward_starts([first, second], costs, slots=2) == [4, 15, 16]

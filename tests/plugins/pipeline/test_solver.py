@@ -40,16 +40,22 @@ def check(problem, solution):
 SOME = [vector for vector in VECTORS if vector[0] == 4 or vector[1:4] == (32, 1000, 1100)]
 
 
-@pytest.mark.parametrize("vector", VECTORS if ALL_CASES else SOME, ids=lambda vector: "-".join(map(str, vector[:-1])))
+@pytest.mark.parametrize(
+    "vector", VECTORS if ALL_CASES else SOME, ids=lambda vector: "-".join(map(str, vector[:-1]))
+)
 def test_the_heuristic_of_the_paper_prints_what_its_authors_print(vector):
     *size, memory, rate = vector
     problem = make_problem(*size, memory)
-    operations = Operations(problem.placement, problem.microbatches, problem.costs, problem.held, problem.limits)
+    operations = Operations(
+        problem.placement, problem.microbatches, problem.costs, problem.held, problem.limits
+    )
     spans = []
     for choices in Choices.all():
         orders = build_zero_bubble(operations, choices)
         if orders is not None:
-            lines = simulate(operations.decode(orders), problem.placement, problem.costs, chained=False).timeline
+            lines = simulate(
+                operations.decode(orders), problem.placement, problem.costs, chained=False
+            ).timeline
             spans.append(max(line[-1].end - line[0].start for line in lines))
     assert 1 - size[1] * sum(size[2:5]) / min(spans) == pytest.approx(rate, abs=ROUNDED)
 
@@ -84,7 +90,9 @@ def test_published_vectors_of_a_vee_are_met_within_a_point():
 @pytest.mark.parametrize(("memory", "most"), [(4, 284), (6, 271), (8, 263)])
 def test_steps_of_four_ranks_and_twelve_microbatches_on_h200(memory, most):
     unit = 259 / 12 / (5.98 + 7.32 + 6.25)
-    costs = Costs.uniform(4, forward=5.98 * unit, backward=7.32 * unit, weight=6.25 * unit, send=0.1)
+    costs = Costs.uniform(
+        4, forward=5.98 * unit, backward=7.32 * unit, weight=6.25 * unit, send=0.1
+    )
     problem = Problem((0, 1, 2, 3), 12, costs, memory)
     solution = solve(problem, effort=300_000)
     check(problem, solution)
@@ -99,12 +107,20 @@ def test_steps_of_four_ranks_and_twelve_microbatches_on_h200(memory, most):
 def problems(draw):
     shape = draw(st.sampled_from(["straight", "loop", "vee"]))
     ranks = draw(st.integers(1, 4))
-    placement = build_placement(shape, ranks=ranks, chunks=1 if shape == "straight" else draw(st.integers(1, 3)))
+    placement = build_placement(
+        shape, ranks=ranks, chunks=1 if shape == "straight" else draw(st.integers(1, 3))
+    )
     stages = len(placement)
     times = st.lists(st.integers(1, 30).map(float), min_size=stages, max_size=stages).map(tuple)
     costs = Costs(draw(times), draw(times), draw(times), draw(st.sampled_from([0.0, 1.0, 7.0])))
-    held = Footprint(tuple(draw(times)), tuple(part * draw(st.sampled_from([0.5, 1.0, 3.0])) for part in draw(times)))
-    least = [sum(held.activations[s] for s, r in enumerate(placement) if r == rank) for rank in range(ranks)]
+    held = Footprint(
+        tuple(draw(times)),
+        tuple(part * draw(st.sampled_from([0.5, 1.0, 3.0])) for part in draw(times)),
+    )
+    least = [
+        sum(held.activations[s] for s, r in enumerate(placement) if r == rank)
+        for rank in range(ranks)
+    ]
     limits = tuple(amount * draw(st.sampled_from([1.0, 1.5, 4.0, 50.0])) for amount in least)
     return Problem(
         placement,
@@ -148,7 +164,10 @@ def test_the_search_improves_what_is_made_in_one_pass():
 
 def test_more_memory_is_never_slower():
     costs = Costs.uniform(4, forward=10, backward=12, weight=11, send=1)
-    steps = [solve(Problem(range(4), 12, costs, memory), effort=50_000).simulation.step for memory in (2, 4, 5, 6, 8)]
+    steps = [
+        solve(Problem(range(4), 12, costs, memory), effort=50_000).simulation.step
+        for memory in (2, 4, 5, 6, 8)
+    ]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] > steps[-1] * 1.3
 
@@ -210,7 +229,9 @@ def test_lower_bound_is_the_published_formula_for_equal_stages():
     assert find_lower_bound(problem) == limit + extra
     meeting = Problem(range(ranks), 50, costs, chained=False)
     assert find_lower_bound(meeting) == 50 * 30 + (ranks - 1) * (forward + send)
-    halves = Costs.uniform(2 * ranks, forward=forward / 2, backward=backward / 2, weight=weight / 2, send=send)
+    halves = Costs.uniform(
+        2 * ranks, forward=forward / 2, backward=backward / 2, weight=weight / 2, send=send
+    )
     vee = Problem(build_placement("vee", ranks=ranks, chunks=2), 50, halves, chained=False)
     assert find_lower_bound(vee) == 50 * 30 + (ranks - 1) * (forward / 2 + send)
 
@@ -231,8 +252,14 @@ LOOP, LOOP_PLACEMENT = torch_order("LoopedBFS", ranks=1, microbatches=4)  # its 
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        (lambda c: Problem(LOOP_PLACEMENT, 4, c, 1, stock=LOOP), "the order as given, .* holds 4. Raise memory_limit"),
-        (lambda c: Problem(range(2), 4, c, 0.5), "fits into a memory of 0.5, 0.5; .* holds 1, 1. Raise memory_limit"),
+        (
+            lambda c: Problem(LOOP_PLACEMENT, 4, c, 1, stock=LOOP),
+            "the order as given, .* holds 4. Raise memory_limit",
+        ),
+        (
+            lambda c: Problem(range(2), 4, c, 0.5),
+            "fits into a memory of 0.5, 0.5; .* holds 1, 1. Raise memory_limit",
+        ),
         (lambda c: Problem(range(2), 0, c), "Give 1 or more"),
         (lambda c: Problem((0, 2), 4, c), "leaves out a rank"),
         (lambda c: Problem((0, 1, 2), 4, c), "2 costs for 3"),

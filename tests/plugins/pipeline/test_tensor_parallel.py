@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import ovpatch
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
@@ -68,12 +73,19 @@ def _cut(mesh: DeviceMesh, block: nn.Module, sequence: bool) -> None:
     column, row = ColwiseParallel(input_layouts=shard), RowwiseParallel(output_layouts=shard)
     if isinstance(block, Attention):
         given = PrepareModuleInput(input_layouts=(shard,), desired_input_layouts=(Replicate(),))
-        plan = {"heads": given, "heads.q": ColwiseParallel(), "heads.k": ColwiseParallel(), "heads.o": row}
+        plan = {
+            "heads": given,
+            "heads.q": ColwiseParallel(),
+            "heads.k": ColwiseParallel(),
+            "heads.o": row,
+        }
         parallelize_module(block, mesh, plan)
         return
     parallelize_module(block, mesh, {"up": column, "down": row})
     if isinstance(block, Used) and block.kind == "hook":
-        block.up.weight.register_hook(lambda grad: setattr(block, "calls", block.calls + (grad is not None)))
+        block.up.weight.register_hook(
+            lambda grad: setattr(block, "calls", block.calls + (grad is not None))
+        )
 
 
 def _part(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
@@ -120,7 +132,10 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, bool, list[str
         blocks: list[nn.Module] = []
 
         def wrap(
-            module: nn.Module, sequence: bool = sequence, blocks: list[nn.Module] = blocks, name: str = name
+            module: nn.Module,
+            sequence: bool = sequence,
+            blocks: list[nn.Module] = blocks,
+            name: str = name,
         ) -> nn.Module:
             blocks += module.blocks  # type: ignore[arg-type]
             for block in module.blocks:  # type: ignore[union-attr]
@@ -131,7 +146,9 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, bool, list[str
 
         case = Case(**{**vars(case), "wrap": wrap})
         seed = mesh.get_local_rank("tp") if sequence else 0
-        if case.part is _attention:  # the gradient of an input with several readers is summed in another order
+        if (
+            case.part is _attention
+        ):  # the gradient of an input with several readers is summed in another order
             ovpatch.apply("tp_linear", options=options)
         stock = stock_of_block if is_plain_block and stock_of_block else train(case, group, seed)
         if is_plain_block:
@@ -151,13 +168,20 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, bool, list[str
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_w_computes_weight_gradients_of_tp_linear_with_the_bits_of_stock(ranks: Any, part: int) -> None:
+def test_w_computes_weight_gradients_of_tp_linear_with_the_bits_of_stock(
+    ranks: Any, part: int
+) -> None:
     names = list(CASES)[part::2]
     for rank, found in enumerate(ranks(4)(_compare, names)):
         for name, (changes, deferred, same_calls, remarks) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:4]}"
             assert same_calls, name
             case = CASES[name][0]
-            assert deferred == DEFERRED.get(name, 16) * case.steps * case.pieces, f"rank {rank}, {name}"
+            assert deferred == DEFERRED.get(name, 16) * case.steps * case.pieces, (
+                f"rank {rank}, {name}"
+            )
             if name == "hook":
-                assert any("2 linears in B: of tp_linear, with hooks or a main_grad" in text for text in remarks)
+                assert any(
+                    "2 linears in B: of tp_linear, with hooks or a main_grad" in text
+                    for text in remarks
+                )

@@ -35,15 +35,21 @@ STEP = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
 
 def needs(argument: str) -> Any:
     """Skip a test where ``schedule.step()`` of the installed torch does not have an argument."""
-    return pytest.mark.skipif(argument not in STEP, reason=f"this torch has no schedule.step({argument}=)")
+    return pytest.mark.skipif(
+        argument not in STEP, reason=f"this torch has no schedule.step({argument}=)"
+    )
 
 
 # --- gradients that a later call reduces ---
 
 
-def _make_sharded(case: Case, policy: MixedPrecisionPolicy | None, kind: str) -> tuple[Any, list[nn.Module]]:
+def _make_sharded(
+    case: Case, policy: MixedPrecisionPolicy | None, kind: str
+) -> tuple[Any, list[nn.Module]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    options: dict[str, Any] = {"mesh": mesh["dp"]} if policy is None else {"mesh": mesh["dp"], "mp_policy": policy}
+    options: dict[str, Any] = (
+        {"mesh": mesh["dp"]} if policy is None else {"mesh": mesh["dp"], "mp_policy": policy}
+    )
 
     def wrap(module: nn.Module) -> nn.Module:
         if kind == "ddp":
@@ -56,7 +62,9 @@ def _make_sharded(case: Case, policy: MixedPrecisionPolicy | None, kind: str) ->
 
 
 def _rows(case: Case, seed: int) -> Tensor:
-    return torch.randn(case.microbatches * ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        case.microbatches * ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _call(schedule: Any, case: Case, seed: int, **more: Any) -> list[Any]:
@@ -74,7 +82,12 @@ def _look(parts: Sequence[nn.Module]) -> list[Any]:
     for part in parts:
         for param in part.parameters():
             values = [one for one in (param.detach(), param.grad) if one is not None]
-            found.append([one.to_local().clone() if hasattr(one, "to_local") else one.clone() for one in values])
+            found.append(
+                [
+                    one.to_local().clone() if hasattr(one, "to_local") else one.clone()
+                    for one in values
+                ]
+            )
     return found
 
 
@@ -154,7 +167,9 @@ def _change_in_between(kind: str) -> list[str]:
 
     stock = _accumulate(LOOP, None, "fsdp", evaluate if kind == "evaluated" else do_nothing)
     ovpatch.apply("pipeline")
-    return differences(stock, _accumulate(LOOP, None, "fsdp", evaluate if kind == "evaluated" else turn))
+    return differences(
+        stock, _accumulate(LOOP, None, "fsdp", evaluate if kind == "evaluated" else turn)
+    )
 
 
 @needs("finalize_gradients")
@@ -173,7 +188,11 @@ def _watch_reductions() -> tuple[list[str], list[Any], list[Any]]:
         schedule, parts = _make_sharded(case, None, "fsdp")
         calls: list[tuple[str, int]] = []
         for stage in list_stages(schedule):
-            for name in ("start_gradient_reduction", "wait_for_gradient_reduction", "backward_one_chunk"):
+            for name in (
+                "start_gradient_reduction",
+                "wait_for_gradient_reduction",
+                "backward_one_chunk",
+            ):
                 _record(stage, name, calls)
         results.append([_call(schedule, case, seed) + _look(parts) for seed in range(2)])
         orders.append(calls)
@@ -195,7 +214,9 @@ def test_a_reduction_that_is_waited_for_later(ranks: Any) -> None:
     for changes, stock, patched in ranks(4)(_watch_reductions):
         assert not changes
         assert patched == stock
-        starts = [place for place, (name, _) in enumerate(stock) if name == "start_gradient_reduction"]
+        starts = [
+            place for place, (name, _) in enumerate(stock) if name == "start_gradient_reduction"
+        ]
         assert any(stock[place + 1][0] == "backward_one_chunk" for place in starts)
 
 
@@ -215,7 +236,10 @@ class Scaled(nn.Module):
 
 
 def _split_before() -> list[str]:
-    cases = [Case(part=lambda _index: Scaled()), Case("ScheduleInterleaved1F1B", part=lambda _index: Scaled(), **EIGHT)]
+    cases = [
+        Case(part=lambda _index: Scaled()),
+        Case("ScheduleInterleaved1F1B", part=lambda _index: Scaled(), **EIGHT),
+    ]
 
     def run() -> list[Any]:
         found: list[Any] = []
@@ -226,7 +250,9 @@ def _split_before() -> list[str]:
             mbs = [torch.randn(ROWS, 2, WIDTH, generator=data) for _ in range(case.microbatches)]
             for _ in range(2):
                 out = schedule.step(
-                    arg_mbs=[(mb,) for mb in mbs] if any(stage.is_first for stage in stages) else None,
+                    arg_mbs=[(mb,) for mb in mbs]
+                    if any(stage.is_first for stage in stages)
+                    else None,
                     kwarg_mbs=[{"factor": mb.mean() + 1} for mb in mbs],
                     target_mbs=mbs if any(stage.is_last for stage in stages) else None,
                     losses=losses,
@@ -276,7 +302,9 @@ def _enter_contexts() -> list[list[Any]]:
     return found
 
 
-@pytest.mark.skipif(not hasattr(PipelineStage, "register_forward_context"), reason="this torch has no such contexts")
+@pytest.mark.skipif(
+    not hasattr(PipelineStage, "register_forward_context"), reason="this torch has no such contexts"
+)
 def test_contexts_of_forwards(ranks: Any) -> None:
     for stock, patched in ranks(2)(_enter_contexts):
         assert stock == patched
@@ -295,7 +323,9 @@ def _keep_outputs() -> list[int]:
         def count(*_: Any, stage: Any = schedule._stage) -> None:
             nonlocal most
             states = stage._forward_chunk_states.values()
-            most = max(most, sum(output is not None for state in states for output in state.live_outputs))
+            most = max(
+                most, sum(output is not None for state in states for output in state.live_outputs)
+            )
 
         _call(schedule, case, 0)
         part.register_forward_pre_hook(count)
@@ -304,7 +334,9 @@ def _keep_outputs() -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not hasattr(PipelineStage, "release_fwd_send_outputs"), reason="this torch keeps all outputs")
+@pytest.mark.skipif(
+    not hasattr(PipelineStage, "release_fwd_send_outputs"), reason="this torch keeps all outputs"
+)
 def test_outputs_leave_the_stage_when_they_are_sent(ranks: Any) -> None:
     (stock, patched), (_, last) = ranks(2)(_keep_outputs)
     assert stock == 5  # GPipe waits for its sends behind the last forward
@@ -322,7 +354,9 @@ def _limit_sends() -> tuple[list[str], list[str]]:
 def test_a_limit_of_sends_is_left_to_stock(ranks: Any) -> None:
     for changes, remarks in ranks(2)(_limit_sends):
         assert not changes
-        assert any("max_outstanding_sends limits the sends under way" in remark for remark in remarks)
+        assert any(
+            "max_outstanding_sends limits the sends under way" in remark for remark in remarks
+        )
 
 
 class Several(nn.Module):
@@ -349,8 +383,15 @@ def _lack_gradients() -> dict[str, list[str]]:
     size = dist.get_world_size()
     cases = {
         "straight": Case(part=lambda index: Several(index == size - 1)),
-        "loop": Case("ScheduleInterleaved1F1B", part=lambda index: Several(index == 2 * size - 1), **EIGHT),
-        "vee": Case("ScheduleZBVZeroBubble", vee=True, part=lambda index: Several(index == 2 * size - 1), **EIGHT),
+        "loop": Case(
+            "ScheduleInterleaved1F1B", part=lambda index: Several(index == 2 * size - 1), **EIGHT
+        ),
+        "vee": Case(
+            "ScheduleZBVZeroBubble",
+            vee=True,
+            part=lambda index: Several(index == 2 * size - 1),
+            **EIGHT,
+        ),
     }
     return {name: train_both(case).differences for name, case in cases.items()}
 
@@ -414,7 +455,9 @@ def _load_lowered(path: str) -> tuple[list[str], int]:
             Stage(part, index, 4, torch.device("cpu"))
             for part, index in zip(parts, (dist.get_rank(), 3 - dist.get_rank()), strict=True)
         ]
-        schedule = schedules._PipelineScheduleRuntime(stages, case.microbatches, loss_fn=nn.functional.mse_loss)
+        schedule = schedules._PipelineScheduleRuntime(
+            stages, case.microbatches, loss_fn=nn.functional.mse_loss
+        )
         schedule._load_csv(path, format="compute_comms")
         return [[_call(schedule, case, seed), _look(parts)] for seed in range(2)]
 

@@ -40,20 +40,30 @@ def _train(kind: str, name: str) -> list[Any]:
     torch.manual_seed(0)
     example = torch.randn(ROWS, 2, WIDTH)
     spec = {f"blocks.{number}": SplitPoint.BEGINNING for number in range(1, size)}
-    stage = pipeline(Model(kind, size), mb_args=(example,), split_spec=spec).build_stage(rank, torch.device("cpu"))
+    stage = pipeline(Model(kind, size), mb_args=(example,), split_spec=spec).build_stage(
+        rank, torch.device("cpu")
+    )
     schedule = getattr(schedules, name)(stage, MICROBATCHES, loss_fn=compute_loss)
     found: list[Any] = []
     for step in range(STEPS):
-        rows = torch.randn(MICROBATCHES * ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(step))
+        rows = torch.randn(
+            MICROBATCHES * ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(step)
+        )
         losses: list[Tensor] = []
         stage.submod.zero_grad()
-        out = schedule.step(*((rows,) if rank == 0 else ()), target=rows if rank == size - 1 else None, losses=losses)
+        out = schedule.step(
+            *((rows,) if rank == 0 else ()),
+            target=rows if rank == size - 1 else None,
+            losses=losses,
+        )
         found += [[loss.detach() for loss in losses], None if out is None else out.detach()]
         found.append({key: param.grad.clone() for key, param in stage.submod.named_parameters()})
     return found
 
 
-def _compare(names: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[list[str], dict[str, int], str]]:
+def _compare(
+    names: list[tuple[str, str]],
+) -> dict[tuple[str, str], tuple[list[str], dict[str, int], str]]:
     found = {}
     for name in names:
         stock = _train(*name)
@@ -67,12 +77,20 @@ def _compare(names: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[list[s
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_chain_of_traced_stages_is_run_by_the_engine(ranks: Any, world: int) -> None:
-    names = [("one tensor", "Schedule1F1B"), ("two tensors", "Schedule1F1B"), ("one tensor", "ScheduleGPipe")]
+    names = [
+        ("one tensor", "Schedule1F1B"),
+        ("two tensors", "Schedule1F1B"),
+        ("one tensor", "ScheduleGPipe"),
+    ]
     for rank, found in enumerate(ranks(world)(_compare, names)):
         for name, (changes, advance, remarks) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:3]}"
-            assert (advance["steps"], advance["stock_steps"]) == (STEPS, 0), f"rank {rank}, {name}: {remarks}"
-            assert advance["messages"] == STEPS * MICROBATCHES * ((rank > 0) + (rank < world - 1)), name
+            assert (advance["steps"], advance["stock_steps"]) == (STEPS, 0), (
+                f"rank {rank}, {name}: {remarks}"
+            )
+            assert advance["messages"] == STEPS * MICROBATCHES * (
+                (rank > 0) + (rank < world - 1)
+            ), name
 
 
 def test_a_skip_connection_between_traced_stages_is_left_to_torch(ranks: Any) -> None:

@@ -64,7 +64,11 @@ class _Delayed:
                     if kind == "B":
                         self._backward(stage, runs[stage, index], grads, index)
                         continue
-                    received = given[index] if not stage else runs[stage - 1, index][2].detach().requires_grad_()
+                    received = (
+                        given[index]
+                        if not stage
+                        else runs[stage - 1, index][2].detach().requires_grad_()
+                    )
                     module = copy.deepcopy(self.modules[stage])
                     output = module(received)
                     if stage == stages - 1:
@@ -72,7 +76,9 @@ class _Delayed:
                         self.losses.append(output.detach())
                     runs[stage, index] = module, received, output
 
-    def _is_due(self, stage: int, action: tuple[str, int], runs: dict[Any, Any], grads: dict[Any, Any]) -> bool:
+    def _is_due(
+        self, stage: int, action: tuple[str, int], runs: dict[Any, Any], grads: dict[Any, Any]
+    ) -> bool:
         kind, index = action
         if kind == "F":
             return stage == 0 or (stage - 1, index) in runs
@@ -96,13 +102,17 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], list[str], int, boo
         case, before = CASES[name], COUNTERS.microbatch_updates
         schedule, parts = make_schedule(case)
         params = [(key, param) for part in parts for key, param in part.named_parameters()]
-        optimizer = torch.optim.AdamW([param for _, param in params if param.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW(
+            [param for _, param in params if param.requires_grad], lr=1e-2
+        )
         attach_optimizer(schedule, optimizer)
         results = run_steps(case, schedule, params, optimizer, 0)
         delayed = _Delayed(case, size)
         for step in range(case.steps):
             data = torch.Generator().manual_seed(10 * step)
-            x, y = (torch.randn(ROWS * case.microbatches, 2, WIDTH, generator=data) for _ in range(2))
+            x, y = (
+                torch.randn(ROWS * case.microbatches, 2, WIDTH, generator=data) for _ in range(2)
+            )
             delayed.step(x, y)
         losses = [loss for step in results[0:-1:3] for loss in step]
         wrong = differences(dict(delayed.modules[rank].named_parameters()), results[-1])
@@ -114,7 +124,9 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], list[str], int, boo
 
 
 @pytest.mark.parametrize(("world", "names"), [(2, list(CASES)), (4, ["plain", "gpipe"])])
-def test_as_a_run_in_one_process_with_the_same_delays(ranks: Any, world: int, names: list[str]) -> None:
+def test_as_a_run_in_one_process_with_the_same_delays(
+    ranks: Any, world: int, names: list[str]
+) -> None:
     for rank, found in enumerate(ranks(world)(_compare, names)):
         for name, (wrong, left, updates, is_own) in found.items():
             assert not wrong, f"rank {rank}, {name}: {wrong[:4]}"
@@ -127,12 +139,21 @@ def _misuse(kind: str) -> str:
     options = {"weight_stash": "pipedream", **({"schedule": "zb-h1"} if kind == "zb-h1" else {})}
     ovpatch.apply("pipeline", options={"pipeline": options})
     wrap = nn.parallel.DistributedDataParallel if kind == "replicas" else lambda module: module
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if kind == "replicas" else None
-    case = Case(wrap=(lambda module: wrap(module, process_group=group)) if kind == "replicas" else wrap)
+    group = (
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if kind == "replicas"
+        else None
+    )
+    case = Case(
+        wrap=(lambda module: wrap(module, process_group=group)) if kind == "replicas" else wrap
+    )
     schedule, (part,) = make_schedule(case)
     params = list(part.parameters())
     if kind != "no optimizer":
-        attach_optimizer(schedule, torch.optim.SGD(params[1:] if kind == "left out" and dist.get_rank() else params))
+        attach_optimizer(
+            schedule,
+            torch.optim.SGD(params[1:] if kind == "left out" and dist.get_rank() else params),
+        )
     if kind == "gradient" and dist.get_rank():
         params[0].grad = torch.zeros_like(params[0])
     if kind == "hook" and dist.get_rank():
@@ -190,7 +211,12 @@ def _fail() -> tuple[str, int, bool]:
     ovpatch.apply("pipeline", options={"pipeline": {"weight_stash": "pipedream"}})
     schedule, (part,) = make_schedule(Case())
     attach_optimizer(schedule, torch.optim.SGD(part.parameters(), lr=1e-2))
-    loss, rows, texts, before = schedule._loss_fn, torch.ones(SIX, 2, WIDTH), [], COUNTERS.microbatch_updates
+    loss, rows, texts, before = (
+        schedule._loss_fn,
+        torch.ones(SIX, 2, WIDTH),
+        [],
+        COUNTERS.microbatch_updates,
+    )
     for fails in (False, True, False):  # versions of torch call the loss once more in a first step
         calls = iter(range(6))
         schedule._loss_fn = lambda *args, fails=fails, calls=calls: (
@@ -207,7 +233,9 @@ def _fail() -> tuple[str, int, bool]:
 def test_a_step_that_fails_and_the_next_one(ranks: Any) -> None:
     (first, updates, is_clean), (last, behind, also) = ranks(2)(_fail)
     assert last == "ZeroDivisionError: integer division or modulo by zero"
-    assert first.startswith("PipelineRankError: the pipeline's step failed: rank 1 failed in 1F3: ZeroDivisionError")
+    assert first.startswith(
+        "PipelineRankError: the pipeline's step failed: rank 1 failed in 1F3: ZeroDivisionError"
+    )
     assert behind == 6 + 3 + 6  # three backwards before the failure
     assert 6 + 6 <= updates <= 6 + 3 + 6  # none with zeros of the failed rank
     assert is_clean

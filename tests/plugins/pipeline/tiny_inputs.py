@@ -37,15 +37,25 @@ def make_inputs(model: Any, rows: int, *, has_pictures: bool) -> Iterator[Batch]
             continue
         if "input_features" in takes and "input_ids" not in takes:
             bins = _find_number(
-                model.config, "feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", default=80
+                model.config,
+                "feature_projection_input_dim",
+                "num_mel_bins",
+                "input_feat_per_channel",
+                default=80,
             )
             frames = 2 * _find_number(model.config, "max_source_positions", default=32)
             sound = torch.randn(rows, bins, frames, generator=torch.Generator().manual_seed(0))
             for features in (sound, sound.transpose(1, 2)):
-                yield _complete(model, takes, {"input_features": features}, _make_ids(model, rows, 0))
+                yield _complete(
+                    model, takes, {"input_features": features}, _make_ids(model, rows, 0)
+                )
             continue
         if "input_ids" not in takes:
-            yield _complete(model, takes, pictures, _make_ids(model, rows, 0)) if pictures else pictures
+            yield (
+                _complete(model, takes, pictures, _make_ids(model, rows, 0))
+                if pictures
+                else pictures
+            )
             continue
         for count in _count_tokens(model, pictures, rows) if pictures else [0]:
             text = _make_ids(model, rows, count)
@@ -54,7 +64,9 @@ def make_inputs(model: Any, rows: int, *, has_pictures: bool) -> Iterator[Batch]
 
 def _make_ids(model: Any, rows: int, pictures: int) -> Tensor:
     """Return ids of words, after the first of which come tokens of a picture."""
-    ids = torch.randint(FIRST_WORD, WORDS, (rows, CONTEXT + pictures), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        FIRST_WORD, WORDS, (rows, CONTEXT + pictures), generator=torch.Generator().manual_seed(0)
+    )
     config = model.config
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int):
@@ -66,7 +78,10 @@ def _make_ids(model: Any, rows: int, pictures: int) -> Tensor:
 
 def _find_picture_token(config: Any) -> int:
     names = ("image_token_id", "image_token_index", "img_context_token_id", "video_token_index")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), FIRST_WORD - 1)
+    return next(
+        (value for name in names if isinstance(value := getattr(config, name, None), int)),
+        FIRST_WORD - 1,
+    )
 
 
 def _find_number(config: Any, *names: str, default: int) -> int:
@@ -97,7 +112,11 @@ def _make_pictures(model: Any, rows: int, takes: Mapping[str, Any]) -> Iterator[
     grid = torch.tensor([[1, _SIDE, _SIDE]] * rows)
     patches = torch.randn(rows, count, channels * frames * patch * patch, generator=draw)
     if "flattened_patches" in takes:
-        places = torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE)).float().expand(rows, count, 2)
+        places = (
+            torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE))
+            .float()
+            .expand(rows, count, 2)
+        )
         yield {"flattened_patches": torch.cat((places + 1, patches), -1)}
         return
     if "pixel_values" not in takes:
@@ -105,13 +124,22 @@ def _make_pictures(model: Any, rows: int, takes: Mapping[str, Any]) -> Iterator[
     if "image_grid_thw" in takes:
         flat = patches.flatten(0, 1)
         squares = flat.unflatten(-1, (channels * frames, patch, patch))
-        merged = {"image_merge_sizes": torch.full((rows,), 2)} if "image_merge_sizes" in takes else {}
-        for pixels in (flat, squares, squares[None].transpose(0, 1), flat.unflatten(-1, (-1, channels)).flatten(0, 1)):
+        merged = (
+            {"image_merge_sizes": torch.full((rows,), 2)} if "image_merge_sizes" in takes else {}
+        )
+        for pixels in (
+            flat,
+            squares,
+            squares[None].transpose(0, 1),
+            flat.unflatten(-1, (-1, channels)).flatten(0, 1),
+        ):
             yield {"pixel_values": pixels, "image_grid_thw": grid, **merged}
     if "image_grid_hw" in takes:
         yield {"pixel_values": patches.flatten(0, 1), "image_grid_hw": sides}
     if "image_position_ids" in takes:
-        places = torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE)).expand(rows, count, 2)
+        places = torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE)).expand(
+            rows, count, 2
+        )
         yield {"pixel_values": patches, "image_position_ids": places}
     if "spatial_shapes" in takes:
         yield {
@@ -120,7 +148,11 @@ def _make_pictures(model: Any, rows: int, takes: Mapping[str, Any]) -> Iterator[
             "pixel_attention_mask": torch.ones(rows, count, dtype=torch.long),
         }
     if "target_sizes" in takes:
-        flat = patches.unflatten(-1, (channels, frames, patch, patch))[:, :, :, 0].permute(0, 2, 3, 1, 4).flatten(-2)
+        flat = (
+            patches.unflatten(-1, (channels, frames, patch, patch))[:, :, :, 0]
+            .permute(0, 2, 3, 1, 4)
+            .flatten(-2)
+        )
         yield {"pixel_values": flat.flatten(0, 0), "target_sizes": sides}
     if "aspect_ratio_ids" in takes:
         tiles = _find_number(config, "max_num_tiles", default=4)
@@ -147,17 +179,28 @@ def _count_tokens(model: Any, pictures: Batch, rows: int) -> Iterator[int]:
         compute = getattr(owner, "get_image_features", None)
         if compute is not None:
             given = inspect.signature(compute).parameters
-            known = {name: value for name, value in pictures.items() if name in given or "args" in given}
+            known = {
+                name: value for name, value in pictures.items() if name in given or "args" in given
+            }
             try:
                 with torch.no_grad():
                     found = compute(**known)
             except Exception:  # noqa: BLE001 - the other owner, or a number of the configuration, may do
                 continue
-            for part in (getattr(found, "pooler_output", found), getattr(found, "last_hidden_state", None)):
+            for part in (
+                getattr(found, "pooler_output", found),
+                getattr(found, "last_hidden_state", None),
+            ):
                 numbers = sum(tensor.numel() for _, tensor in find_tensors(part))
                 counts.append(numbers // model.get_input_embeddings().weight.shape[1] // rows)
             break
-    names = ("image_seq_length", "mm_tokens_per_image", "num_query_tokens", "image_seq_len", "num_image_tokens")
+    names = (
+        "image_seq_length",
+        "mm_tokens_per_image",
+        "num_query_tokens",
+        "image_seq_len",
+        "num_image_tokens",
+    )
     counts += [_find_number(model.config, name, default=0) for name in names]
     yield from dict.fromkeys(count for count in counts if 0 < count < 1000)
     yield 0
@@ -181,4 +224,6 @@ def _complete(model: Any, takes: Mapping[str, Any], inputs: Batch, ids: Tensor) 
         known["token_type_ids"] = is_picture.long()
     if "decoder_input_ids" in takes:
         known["decoder_input_ids"] = _make_ids(model, len(ids), 0).flip(1)
-    return inputs | {name: value for name, value in known.items() if name in takes and name not in inputs}
+    return inputs | {
+        name: value for name, value in known.items() if name in takes and name not in inputs
+    }

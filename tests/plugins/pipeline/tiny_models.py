@@ -36,15 +36,33 @@ _SIZES: Final[list[tuple[str, int | None]]] = [
     (r".*(q|kv|o|lora|dt|time_step)_?(lora)?_rank", 8),
     (r"mamba_d_head|mamba_head_dim|mamba_headdim", 16),
     (r"rotary_dim|rotary_emb_dim", 4),
-    (r"head_dim|.*_head_dim|d_kv|attention_head_size|kv_channels|d_head|attention_key_dim|index_head_dim", 8),
+    (
+        r"head_dim|.*_head_dim|d_kv|attention_head_size|kv_channels|d_head|attention_key_dim|index_head_dim",
+        8,
+    ),
     (r".*heads?|n_head.*|.*_heads_.*|attention_groups|num_query_groups", 2),
-    (r"(num|n)_(hidden_|encoder_|decoder_|self_attends_per_)?(layers?|blocks?)|.*_layers|n_layer|depth", LAYERS),
-    (r".*(intermediate|ffn|ff|feed_forward|inner).*(size|dim|hidden)?|n_inner|d_ff|mlp_dim|hidden_dim", 32),
-    (r"max_(position|source_position|target_position|seq|text).*|n_positions|n_ctx|context_length|seq_length", 64),
+    (
+        r"(num|n)_(hidden_|encoder_|decoder_|self_attends_per_)?(layers?|blocks?)|.*_layers|n_layer|depth",
+        LAYERS,
+    ),
+    (
+        r".*(intermediate|ffn|ff|feed_forward|inner).*(size|dim|hidden)?|n_inner|d_ff|mlp_dim|hidden_dim",
+        32,
+    ),
+    (
+        r"max_(position|source_position|target_position|seq|text).*|n_positions|n_ctx|context_length|seq_length",
+        64,
+    ),
     (r"image_size|input_size", 32),
     (r"patch_size|encoder_stride", 8),
-    (r".*(hidden|embed|embedding|embd|model|proj|projection|state|latent|lru).*(size|dim|width)|d_model|n_embd", 16),
-    (r"dim|width|emb_dim|d_embed|embed_dim|hidden|d_inner|hidden_size.*|out_hidden_size|output_dim|d_latents", 16),
+    (
+        r".*(hidden|embed|embedding|embd|model|proj|projection|state|latent|lru).*(size|dim|width)|d_model|n_embd",
+        16,
+    ),
+    (
+        r"dim|width|emb_dim|d_embed|embed_dim|hidden|d_inner|hidden_size.*|out_hidden_size|output_dim|d_latents",
+        16,
+    ),
 ]
 
 # Sizes that some configurations leave open, although their models need them.
@@ -120,7 +138,12 @@ _GEMMA4_VISION: Final = {
     "position_embedding_size": 64,
 }
 
-_MINICPM: Final = {"image_token_id": 1, "video_token_id": 2, "insert_layer_id": 0, "vision_config.insert_layer_id": 0}
+_MINICPM: Final = {
+    "image_token_id": 1,
+    "video_token_id": 2,
+    "insert_layer_id": 0,
+    "vision_config.insert_layer_id": 0,
+}
 _DOTS3: Final = {
     "text_config.swa_q_lora_rank": 8,
     "text_config.swa_kv_lora_rank": 8,
@@ -140,9 +163,27 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "swin": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
-    "swinv2": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
-    "donut-swin": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
+    "swin": {
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 2],
+        "window_size": 2,
+        "patch_size": 4,
+    },
+    "swinv2": {
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 2],
+        "window_size": 2,
+        "patch_size": 4,
+    },
+    "donut-swin": {
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 2],
+        "window_size": 2,
+        "patch_size": 4,
+    },
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "mobilebert": {"embedding_size": 16, "true_hidden_size": 16, "intra_bottleneck_size": 16},
     "bit": {"num_groups": 2},
@@ -174,7 +215,11 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
         "decoder.is_decoder": True,
         "decoder.add_cross_attention": True,
     },
-    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0, "ffn_config.hidden_size": 16},
+    "dbrx": {
+        "attn_config.rope_theta": 10000.0,
+        "attn_config.clip_qkv": 8.0,
+        "ffn_config.hidden_size": 16,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -183,7 +228,9 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "gemma3": {"mm_tokens_per_image": 4},
     "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 110, "no_token_index": 111},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+    "cohere_compass_text": {
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
+    },
     "esm": {"vocab_size": WORDS},
     "esmc": {"vocab_size": WORDS},
     "layoutlmv3": {"coordinate_size": 2, "shape_size": 4},
@@ -196,7 +243,9 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "siglip2": {"vision_config.num_patches": 16},
     "qwen4_exp_text": _QWEN4,
     "qwen4_exp": {f"text_config.{name}": value for name, value in _QWEN4.items()},
-    "cohere_compass": {"text_config.rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+    "cohere_compass": {
+        "text_config.rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
+    },
     "blip-2": {"image_token_index": 1},
     "instructblip": {"image_token_index": 1},
     "instructblipvideo": {"video_token_index": 1},
@@ -205,7 +254,11 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "pix2struct": {"vision_config.patch_embed_hidden_size": 192},
     "chameleon": {"image_token_id": 1, "vocabulary_map": _PICTURE_WORDS, "vq_config": _VQ},
     "emu3": {
-        "vocabulary_map": {"<image>": 1, "<|extra_200|>": 2, **{f"<|visual token {i:06}|>": 10 + i for i in range(8)}},
+        "vocabulary_map": {
+            "<image>": 1,
+            "<|extra_200|>": 2,
+            **{f"<|visual token {i:06}|>": 10 + i for i in range(8)},
+        },
         "vq_config": _VQ,
     },
     "diffusion_gemma": {
@@ -232,7 +285,9 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
         "vision_config.num_groups": [2, 2],
         "vision_config.window_size": 2,
     },
-    "janus": {"vq_config": _VQ | {"num_patches": 4, "projection_dim": 16, "image_token_embed_dim": 16}},
+    "janus": {
+        "vq_config": _VQ | {"num_patches": 4, "projection_dim": 16, "image_token_embed_dim": 16}
+    },
     "hunyuan_vl": {"text_config.rope_parameters": _ROPE | {"mrope_section": [1, 1, 1, 1]}},
     "fuyu": {"text_config.hidden_size": 16},
     "molmo2": {
@@ -241,7 +296,11 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
         "adapter_config.vision_feature_layer": [-1, -2],
     },
     "muse_glimmer": {"out_hidden_size": 64},
-    "muse_spark": {"out_hidden_size": 64, "audio_config.hidden_sizes": [16] * 4, "audio_config.depths": [1] * 4},
+    "muse_spark": {
+        "out_hidden_size": 64,
+        "audio_config.hidden_sizes": [16] * 4,
+        "audio_config.depths": [1] * 4,
+    },
     "nemotron_h_omni": {
         "vision_config.video_temporal_patch_size": 2,
         "image_token_id": 1,
@@ -288,7 +347,10 @@ _NEEDED: Final[dict[str, dict[str, Any]]] = {
         "vision_config.intermediate_size": 64,
         "vision_config.vision_output_dim": 16,
     },
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "paddleocr_vl"), _SECTIONS),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm4v", "glm46v", "paddleocr_vl"),
+        _SECTIONS,
+    ),
     **dict.fromkeys(("glm4v_moe", "glm_ocr", "glmga"), _SECTIONS | {"text_config.head_dim": 16}),
 }
 
@@ -311,14 +373,20 @@ def _shrink(config: Any, without: str, first_id: int = 1) -> dict[str, Any]:
     for name, value in known.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             # Special tokens of a part must differ from those that the full model gives a meaning.
-            found[name] = _shrink(value, without, FIRST_WORD // 2) | {"model_type": value.model_type}
+            found[name] = _shrink(value, without, FIRST_WORD // 2) | {
+                "model_type": value.model_type
+            }
         elif name == "pad_token_id":
             found[name] = 0
         elif re.fullmatch(r".*token_(id|index)", name) and isinstance(value, int):
             found[name] = next(ids)
         elif value is None and name in _UNSET:
             found[name] = _UNSET[name]
-        elif isinstance(value, float) and "drop" in name and ("layerdrop" not in name or "layerdrop" in without):
+        elif (
+            isinstance(value, float)
+            and "drop" in name
+            and ("layerdrop" not in name or "layerdrop" in without)
+        ):
             if "dropout" in without:
                 found[name] = 0.0
         elif name == "initializer_range":

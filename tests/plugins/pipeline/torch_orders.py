@@ -21,7 +21,12 @@ class BareStage(_PipelineStageBase):
     """What the constructors of schedules read of a stage."""
 
     def __init__(self, index: int, *, stages: int, ranks: int, rank: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, rank
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = (
+            index,
+            stages,
+            ranks,
+            rank,
+        )
         self.has_backward = True
         self.submod = self.group = self.dw_builder = None
         self.stage_index_to_group_rank = {stage: stage % ranks for stage in range(stages)}
@@ -36,10 +41,14 @@ def torch_object(name: str, *, ranks: int, microbatches: int, chunks: int = 2):
     placement = build_placement(PLACEMENT_OF[name], ranks=ranks, chunks=chunks)
     own = [stage for stage, rank in enumerate(placement) if rank == 0]
     stages = [BareStage(stage, stages=len(placement), ranks=ranks, rank=0) for stage in own]
-    return getattr(schedules, f"Schedule{name}")(stages, microbatches, loss_fn=lambda output, target: output)
+    return getattr(schedules, f"Schedule{name}")(
+        stages, microbatches, loss_fn=lambda output, target: output
+    )
 
 
-def torch_order(name: str, *, ranks: int, microbatches: int, chunks: int = 2) -> tuple[Schedule, tuple[int, ...]]:
+def torch_order(
+    name: str, *, ranks: int, microbatches: int, chunks: int = 2
+) -> tuple[Schedule, tuple[int, ...]]:
     """The order of a class and its placement."""
     made = torch_object(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = build_placement(PLACEMENT_OF[name], ranks=ranks, chunks=chunks)

@@ -24,15 +24,23 @@ PUBLISHED = {
 # The same for its V schedules at the memory of 1F1B, by half-size stages.
 PUBLISHED_V = (0, 0, 0, 0.0115, 0.0113, 0.0438, 0.0224, 0.0607, 0.0313, 0.0467, 0.0574)
 MEMORIES = (1, 1.5, 2, 2.5)
-VECTORS = [(*size, k, rate) for size, rates in PUBLISHED.items() for k, rate in zip(MEMORIES, rates, strict=True)]
+VECTORS = [
+    (*size, k, rate)
+    for size, rates in PUBLISHED.items()
+    for k, rate in zip(MEMORIES, rates, strict=True)
+]
 ROUNDED = 6e-5
 KEPT, WEIGHT = 34.0, 32.0  # activations until B, and what is left for W
 
 
-def make_problem(ranks, microbatches, forward, backward, weight, send, memory, *, vee=False) -> Problem:
+def make_problem(
+    ranks, microbatches, forward, backward, weight, send, memory, *, vee=False
+) -> Problem:
     parts = 2 if vee else 1
     placement = build_placement("vee" if vee else "straight", ranks=ranks, chunks=parts)
     stages = len(placement)
-    costs = Costs.uniform(stages, forward=forward / parts, backward=backward / parts, weight=weight / parts, send=send)
+    costs = Costs.uniform(
+        stages, forward=forward / parts, backward=backward / parts, weight=weight / parts, send=send
+    )
     footprint = Footprint((KEPT / parts,) * stages, (WEIGHT / parts,) * stages)
     return Problem(placement, microbatches, costs, memory * ranks * KEPT, footprint)

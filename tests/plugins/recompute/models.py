@@ -37,7 +37,9 @@ class Block(nn.Module):
             self.qkv.requires_grad_(False)
             self.norm.requires_grad_(False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], *, mask: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], *, mask: Tensor | None = None
+    ) -> Any:
         self.runs += 1
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 2, -1).transpose(1, 2).chunk(3, -1)
         q, k = ((one * rotary[0] + one.flip(-1) * rotary[1]).to(v.dtype) for one in (q, k))
@@ -65,7 +67,9 @@ class Block(nn.Module):
 class Derived(Block):
     """A block whose forward is its base's, with something around."""
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], *, mask: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], *, mask: Tensor | None = None
+    ) -> Any:
         return 0.5 * super().forward(x, rotary, mask=mask)
 
 
@@ -85,7 +89,9 @@ class Decoder(nn.Module):
         call: Calls a block, as a script does that checkpoints it.
     """
 
-    def __init__(self, make: Callable[[], nn.Module] = Block, layers: int = 3, call: Call = plain_call) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module] = Block, layers: int = 3, call: Call = plain_call
+    ) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(make() for _ in range(layers))
@@ -112,7 +118,13 @@ def data(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def record(model: nn.Module, *more: Tensor) -> list[Tensor | None]:
     """Return copies of all that a step leaves, and the next random number."""
-    found = [*more, torch.rand(2), *model.buffers(), *(param.grad for param in model.parameters()), *model.parameters()]
+    found = [
+        *more,
+        torch.rand(2),
+        *model.buffers(),
+        *(param.grad for param in model.parameters()),
+        *model.parameters(),
+    ]
     return [None if one is None else one.detach().clone() for one in found]
 
 
@@ -120,4 +132,6 @@ def count_differences(a: list[Any], b: list[Any]) -> int:
     """Return in how many tensors two runs differ by a bit."""
     assert len(a) == len(b)
     pairs = zip(a, b, strict=True)
-    return sum((x is None) != (y is None) or (x is not None and not torch.equal(x, y)) for x, y in pairs)
+    return sum(
+        (x is None) != (y is None) or (x is not None and not torch.equal(x, y)) for x, y in pairs
+    )

@@ -106,7 +106,10 @@ def test_replicas(ranks: Any, granularity: str) -> None:
 def _train_llama(
     schedule: str, granularity: str, layers: int
 ) -> tuple[list[Any], list[Any], dict[str, int], dict[str, int]]:
-    options: dict[str, Any] = {"tp_linear": {"schedule": schedule}, "recompute": {"granularity": granularity}}
+    options: dict[str, Any] = {
+        "tp_linear": {"schedule": schedule},
+        "recompute": {"granularity": granularity},
+    }
     with ovpatch.applied("tp_linear", options=options):
         torch.manual_seed(0)
         stock = test_llama.llama(layers=layers)
@@ -147,7 +150,12 @@ def _compare_llamas(
 
 
 # With the number of layers: with three, one block after the other is recomputed ahead.
-LLAMAS = [("bulk", "full", 3), ("bulk", "selective", 2), ("ring", "full", 2), ("stock", "selective", 2)]
+LLAMAS = [
+    ("bulk", "full", 3),
+    ("bulk", "selective", 2),
+    ("ring", "full", 2),
+    ("stock", "selective", 2),
+]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -238,7 +246,11 @@ def _compare_pipelines(names: list[str]) -> dict[str, tuple[int, dict[str, int],
 def _list_tensors(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = list(value.values())
-    return [one for item in value for one in _list_tensors(item)] if isinstance(value, list) else [value]
+    return (
+        [one for item in value for one in _list_tensors(item)]
+        if isinstance(value, list)
+        else [value]
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -253,8 +265,12 @@ def test_pipelines(ranks: Any, world: int) -> None:
             # A stage infers shapes by one more forward, and a backward where it sends a gradient.
             for counter in ("recomputations", "calls"):
                 assert 2 * backwards <= counts[counter] <= 2 * backwards + 2 * case.chunks, name
-            stages = case.chunks - (rank == world - 1)  # those that receive the gradient of their output
-            assert counts["launched_ahead"] == (ahead or 1) * case.steps * case.microbatches * stages, name
+            stages = case.chunks - (
+                rank == world - 1
+            )  # those that receive the gradient of their output
+            assert (
+                counts["launched_ahead"] == (ahead or 1) * case.steps * case.microbatches * stages
+            ), name
 
 
 def _order_of_a_step() -> list[str]:
@@ -293,7 +309,11 @@ def _in_three_dimensions() -> tuple[int, dict[str, int]]:
     group = mesh["pp"].get_group()
 
     def wrap(module: nn.Module) -> nn.Module:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         for block in module.blocks:  # type: ignore[union-attr]
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -313,7 +333,9 @@ def test_tensor_parallel_stages(ranks: Any) -> None:
     for rank, (changed, counts) in enumerate(ranks(4)(_in_three_dimensions)):
         assert not changed
         assert counts["recomputations"] >= 2 * 2 * 6
-        assert counts["launched_ahead"] == (2 * 6 if rank < 2 else 0)  # under the receive; the last stage has none
+        assert counts["launched_ahead"] == (
+            2 * 6 if rank < 2 else 0
+        )  # under the receive; the last stage has none
 
 
 def _waits_when_off() -> tuple[Any, Any]:

@@ -14,13 +14,26 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ovpatch
 from ovpatch_plugins.recompute import RecomputeError, recompute
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import make_policy
-from tests.plugins.recompute.models import WIDTH, Block, Decoder, Derived, count_differences, data, plain_call, record
+from tests.plugins.recompute.models import (
+    WIDTH,
+    Block,
+    Decoder,
+    Derived,
+    count_differences,
+    data,
+    plain_call,
+    record,
+)
 
 
 def _mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +179,11 @@ def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
             with ovpatch.applied("recompute", options={"recompute": {"granularity": granularity}}):
                 patched = _train(case)
             changed = count_differences(stock, patched)
-            found[f"{name}, {granularity}"] = changed, COUNTERS.calls - calls, COUNTERS.recomputations - again
+            found[f"{name}, {granularity}"] = (
+                changed,
+                COUNTERS.calls - calls,
+                COUNTERS.recomputations - again,
+            )
     return found
 
 
@@ -220,7 +237,9 @@ def _count_operators() -> dict[str, int]:
             super().__init__()
             self.attention = self.products = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = func._schema.name
             self.attention += "attention" in name and "backward" not in name
             self.products += name in ("aten::mm", "aten::addmm")
@@ -255,7 +274,10 @@ def _count_calls() -> tuple[int, int]:
 
     counts = []
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    for call in (functools.partial(checkpoint, use_reentrant=False, context_fn=contexts), plain_call):
+    for call in (
+        functools.partial(checkpoint, use_reentrant=False, context_fn=contexts),
+        plain_call,
+    ):
         model = Decoder(layers=2, call=call)
         if call is plain_call:
             recompute(model, "selective")

@@ -29,7 +29,11 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.place(torch.arange(x.shape[1], device=x.device) // 2)
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 4, -1).transpose(1, 2).chunk(3, -1)
-        h = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True).transpose(1, 2).flatten(2)
+        h = (
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return x + F.dropout(self.down(F.gelu(self.up(h))), 0.1, self.training)
 
 
@@ -60,7 +64,10 @@ def train(make: Any, dtype: torch.dtype) -> list[Tensor]:
                 x = layer(x)
             loss = x.float().square().mean()
         loss.backward()
-        found += [loss.detach().clone(), *(param.grad.clone() for param in model.parameters() if param.dim() == 2)]
+        found += [
+            loss.detach().clone(),
+            *(param.grad.clone() for param in model.parameters() if param.dim() == 2),
+        ]
         opt.step()
         opt.zero_grad()
     return found
@@ -68,7 +75,9 @@ def train(make: Any, dtype: torch.dtype) -> list[Tensor]:
 
 def both(make: Any, dtype: torch.dtype, check: str) -> tuple[list[Tensor], list[Tensor], int]:
     stock = train(make, dtype)
-    with ovpatch.applied("recompute", options={"recompute": {"blocks": "layers.*", "check": check}}):
+    with ovpatch.applied(
+        "recompute", options={"recompute": {"blocks": "layers.*", "check": check}}
+    ):
         before = ovpatch.report()["recompute"].counters["recomputations"]
         patched = train(make, dtype)
         return stock, patched, ovpatch.report()["recompute"].counters["recomputations"] - before

@@ -23,7 +23,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.up, self.down, self.norm = (
+            nn.Linear(WIDTH, 20),
+            nn.Linear(20, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+        )
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -131,13 +131,25 @@ def _zero(part: Part, x: Tensor) -> Tensor:
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "generator": lambda: Part(_mask, generator=torch.Generator().manual_seed(5)),
     "Python": lambda: Part(lambda part, x: _scale(part, x, random.random())),
-    "Python, a pair of normal deviates": lambda: Part(lambda part, x: _scale(part, x, random.gauss(0, 1))),
-    "Random": lambda: Part(lambda part, x: _scale(part, x, part.rng.random()), rng=random.Random(3)),
+    "Python, a pair of normal deviates": lambda: Part(
+        lambda part, x: _scale(part, x, random.gauss(0, 1))
+    ),
+    "Random": lambda: Part(
+        lambda part, x: _scale(part, x, part.rng.random()), rng=random.Random(3)
+    ),
     "numpy": lambda: Part(lambda part, x: _scale(part, x, float(np.random.rand()))),
-    "numpy, a pair of normal deviates": lambda: Part(lambda part, x: _scale(part, x, float(np.random.randn()))),
-    "numpy's generator": lambda: Part(lambda part, x: _scale(part, x, part.rng.random()), rng=np.random.default_rng(3)),
-    "RandomState": lambda: Part(lambda part, x: _scale(part, x, part.rng.rand()), rng=np.random.RandomState(3)),
-    "permutation": lambda: Part(lambda part, x: _scale(part, x[:, torch.from_numpy(np.random.permutation(WIDTH))], 0)),
+    "numpy, a pair of normal deviates": lambda: Part(
+        lambda part, x: _scale(part, x, float(np.random.randn()))
+    ),
+    "numpy's generator": lambda: Part(
+        lambda part, x: _scale(part, x, part.rng.random()), rng=np.random.default_rng(3)
+    ),
+    "RandomState": lambda: Part(
+        lambda part, x: _scale(part, x, part.rng.rand()), rng=np.random.RandomState(3)
+    ),
+    "permutation": lambda: Part(
+        lambda part, x: _scale(part, x[:, torch.from_numpy(np.random.permutation(WIDTH))], 0)
+    ),
     "layer drop": lambda: Part(_drop_layer),
     "a stream that starts late": lambda: Part(_start_late, calls=0),
     "counter": lambda: Part(_count, calls=0),
@@ -164,7 +176,9 @@ LOST: dict[str, Callable[[], nn.Module]] = {
         lambda part, x: _scale(part, x * (torch.rand(x.shape, generator=_GENERATOR) > 0.3), 0.0)
     ),
     "counter of the script": lambda: Part(_count_globally),
-    "generator in an object": lambda: Part(lambda part, x: _scale(part, x, _SHARED.generator.random())),
+    "generator in an object": lambda: Part(
+        lambda part, x: _scale(part, x, _SHARED.generator.random())
+    ),
 }
 
 
@@ -192,7 +206,14 @@ class Stack(nn.Module):
 
 def _state(model: nn.Module) -> list[Tensor]:
     """Return the attributes of the parts, and the next number of each random stream, as tensors."""
-    found = [torch.rand(2), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), len(_CALLS)]
+    found = [
+        torch.rand(2),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        len(_CALLS),
+    ]
     for part in model.modules():
         for name in ("calls", "total", "state", "cached", "loss"):
             found.append(getattr(part, name, 0))
@@ -200,7 +221,9 @@ def _state(model: nn.Module) -> list[Tensor]:
         found.append(len(seen))
         generator: Any = getattr(part, "generator", None)
         found.append(0 if generator is None else torch.rand(2, generator=generator))
-        found.append(part.rng.random() if hasattr(part, "rng") and hasattr(part.rng, "random") else 0)
+        found.append(
+            part.rng.random() if hasattr(part, "rng") and hasattr(part.rng, "random") else 0
+        )
     return [torch.as_tensor(value).detach().clone() for value in found]
 
 
@@ -220,7 +243,10 @@ def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: in
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[Any] = []
     for step in range(steps):
-        inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(micro)]
+        inputs = [
+            torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + i))
+            for i in range(micro)
+        ]
         losses = [model(x) for x in inputs]
         # A script may evaluate before its backward.
         model.eval()
@@ -228,7 +254,9 @@ def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: in
             loss.backward()
         model.train()
         found += [*(loss.detach() for loss in losses), *_state(model)]
-        found += [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+        found += [
+            None if param.grad is None else param.grad.clone() for param in model.parameters()
+        ]
         optimizer.step()
         optimizer.zero_grad()
     return found + [param.detach().clone() for param in model.parameters()]
@@ -242,7 +270,11 @@ def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
         calls, left = COUNTERS.calls, COUNTERS.stock_calls
         with ovpatch.applied("recompute", options=BLOCKS):
             patched = train(blocks)
-        found[name] = count_differences(stock, patched), COUNTERS.calls - calls, COUNTERS.stock_calls - left
+        found[name] = (
+            count_differences(stock, patched),
+            COUNTERS.calls - calls,
+            COUNTERS.stock_calls - left,
+        )
     return found
 
 
@@ -270,7 +302,9 @@ def _lose(names: list[str]) -> dict[str, str]:
 def test_what_is_out_of_reach_is_an_error(ranks: Any) -> None:
     (found,) = ranks(1)(_lose, list(LOST))
     for name, text in found.items():
-        assert text.startswith("block layers.1 does not compute the same again: tensor "), f"{name}: {text}"
+        assert text.startswith("block layers.1 does not compute the same again: tensor "), (
+            f"{name}: {text}"
+        )
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
 
 
@@ -314,9 +348,13 @@ def _be_late(names: list[str]) -> dict[str, str]:
 def test_state_that_first_changes_in_a_late_call_is_an_error(ranks: Any) -> None:
     (found,) = ranks(1)(_be_late, list(LATE))
     for name, (_, what, remedy) in LATE.items():
-        assert found[name].startswith(f"block layers.0 does not compute the same again: {what}"), found[name]
+        assert found[name].startswith(f"block layers.0 does not compute the same again: {what}"), (
+            found[name]
+        )
         assert f". {remedy}" in found[name] or f", {remedy}" in found[name], found[name]
-        assert found[name].endswith(", leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0.")
+        assert found[name].endswith(
+            ", leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
+        )
 
 
 def _lose_attribute() -> str:
@@ -347,8 +385,13 @@ def _lose_attribute() -> str:
 
 def test_an_attribute_with_a_graph_that_is_gone_is_an_error(ranks: Any) -> None:
     (text,) = ranks(1)(_lose_attribute)
-    assert text.startswith("block layers.1 does not compute the same again: its forward found an attribute that no")
-    assert "Have the forward write the attribute before it reads it, store a detached tensor in it, leave" in text
+    assert text.startswith(
+        "block layers.1 does not compute the same again: its forward found an attribute that no"
+    )
+    assert (
+        "Have the forward write the attribute before it reads it, store a detached tensor in it, "
+        "leave" in text
+    )
     assert text.endswith("AttributeError")
 
 
@@ -357,7 +400,10 @@ def test_an_attribute_with_a_graph_that_is_gone_is_an_error(ranks: Any) -> None:
 
 def _draw_blocks(seed: int) -> tuple[list[list[str]], bool]:
     draw = random.Random(seed)
-    blocks = [[draw.choice(list(PARTS)) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(2, 3))]
+    blocks = [
+        [draw.choice(list(PARTS)) for _ in range(draw.randint(1, 4))]
+        for _ in range(draw.randint(2, 3))
+    ]
     is_lost = draw.random() < 0.25
     if is_lost:
         draw.choice(blocks)[0] = draw.choice(list(LOST))
@@ -370,11 +416,14 @@ def _fuzz(seeds: list[int]) -> list[str]:
         names, is_lost = _draw_blocks(seed)
         blocks = [[nn.SiLU, *({**PARTS, **LOST}[name] for name in parts)] for parts in names]
         is_lost = is_lost and any(
-            not any("forward" in name for name in parts) and any(name in LOST for name in parts) for parts in names
+            not any("forward" in name for name in parts) and any(name in LOST for name in parts)
+            for parts in names
         )
         granularity = ("full", "selective")[seed % 2]
         stock, text = train(blocks, steps=2), "no error"
-        with ovpatch.applied("recompute", options={"recompute": {**BLOCKS["recompute"], "granularity": granularity}}):
+        with ovpatch.applied(
+            "recompute", options={"recompute": {**BLOCKS["recompute"], "granularity": granularity}}
+        ):
             try:
                 changed = count_differences(stock, train(blocks, steps=2))
             except RecomputeError as error:
@@ -417,7 +466,10 @@ def _pass_generators() -> int:
             x = layer(x, generators)
         x.sum().backward()
         found.append([param.grad.clone() for param in model.parameters()])
-        found[-1] += [torch.rand(2, generator=generators["torch"]), torch.tensor(generators["Python"].random())]
+        found[-1] += [
+            torch.rand(2, generator=generators["torch"]),
+            torch.tensor(generators["Python"].random()),
+        ]
         recompute(model, "none")
     return count_differences(*found)
 
@@ -431,13 +483,19 @@ def _hook_all_modules() -> tuple[list[int], list[str]]:
     handle = nn.modules.module.register_module_forward_hook(_note_call)
     try:
         for feature in ((), ("recompute",)):
-            with ovpatch.applied(*feature, options=BLOCKS if feature else None) if feature else _nothing():
+            with (
+                ovpatch.applied(*feature, options=BLOCKS if feature else None)
+                if feature
+                else _nothing()
+            ):
                 train([[PARTS["dropout"]]] * 2, steps=1)
                 counts.append(len(_CALLS))
                 report = ovpatch.report().features if feature else []
     finally:
         handle.remove()
-    return counts, [text for feature in report if feature.name == "recompute" for text in feature.remarks]
+    return counts, [
+        text for feature in report if feature.name == "recompute" for text in feature.remarks
+    ]
 
 
 @contextmanager
@@ -448,7 +506,11 @@ def _nothing() -> Iterator[None]:
 def test_hooks_of_all_modules_are_called_once(ranks: Any) -> None:
     ((counts, remarks),) = ranks(1)(_hook_all_modules)
     assert counts[0] == counts[1] > 0
-    assert [text for text in remarks if "forward hook _note_call of all modules would be called again" in text]
+    assert [
+        text
+        for text in remarks
+        if "forward hook _note_call of all modules would be called again" in text
+    ]
 
 
 def _leave_outputs() -> int:
@@ -488,7 +550,10 @@ def _count_digests() -> dict[str, list[int]]:
             return real(tensor)
 
         options = {"recompute": {**BLOCKS["recompute"], "check": when}}
-        with ovpatch.applied("recompute", options=options), mock.patch.object(recomputation, "_digest", count):
+        with (
+            ovpatch.applied("recompute", options=options),
+            mock.patch.object(recomputation, "_digest", count),
+        ):
             model = Stack([[PARTS["dropout"]]] * 2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(9):
@@ -551,7 +616,11 @@ def test_samples_on_devices_are_read_once_a_backward(ranks: Any) -> None:
         (torch.float32, lambda x: x, False),
         (torch.float32, lambda x: x * (1 + 1e-6), False),
         (torch.float32, lambda x: x * 1.01, True),
-        (torch.float32, lambda x: x * (torch.arange(len(x)) != 3), False),  # a route that rounding errors changed
+        (
+            torch.float32,
+            lambda x: x * (torch.arange(len(x)) != 3),
+            False,
+        ),  # a route that rounding errors changed
         (torch.float32, lambda x: x * (torch.arange(len(x)) % 8 != 3), True),
         (torch.float32, lambda x: torch.where(torch.arange(len(x)) % 8 != 3, x, torch.nan), True),
         (torch.bfloat16, lambda x: x * (1 + 2**-7), False),
@@ -562,7 +631,9 @@ def test_samples_on_devices_are_read_once_a_backward(ranks: Any) -> None:
         (torch.bool, lambda x: ~x, True),
     ],
 )
-def test_samples_allow_for_other_orders_of_sums(dtype: torch.dtype, change: Any, is_other: bool) -> None:
+def test_samples_allow_for_other_orders_of_sums(
+    dtype: torch.dtype, change: Any, is_other: bool
+) -> None:
     x = (torch.arange(4000) - 1000).to(dtype)
     changed = change(x).to(dtype)
     assert bool(recomputation._differ(*map(recomputation._take_sample, (x, changed)))) is is_other
@@ -589,13 +660,18 @@ def _walks_of_many_optimizers() -> tuple[int, int, int, int]:
     loaded = copy.deepcopy(early)
     with ovpatch.applied("recompute", options=BLOCKS):
         looked = mock.Mock(wraps=takeover._find_models)
-        with mock.patch.object(gc, "get_objects", count), mock.patch.object(gc, "get_referrers", count_referrers):
+        with (
+            mock.patch.object(gc, "get_objects", count),
+            mock.patch.object(gc, "get_referrers", count_referrers),
+        ):
             models = [Stack([[PARTS["dropout"]]] * 2), early, loaded]
             models.append(copy.deepcopy(Stack([[PARTS["dropout"]]] * 2)))
             params = [param for model in models for param in model.parameters()]
             with mock.patch.object(takeover, "_find_models", looked):
                 kept = [torch.optim.SGD([param], lr=0.1) for param in params]
-                kept += [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(20)]
+                kept += [
+                    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(20)
+                ]
         before = COUNTERS.calls
         for model in models:
             model(torch.ones(4, WIDTH)).backward()

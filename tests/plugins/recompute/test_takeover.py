@@ -33,7 +33,10 @@ class Two(nn.Module):
         self.head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-ENCODER, DECODER = [f"encoder.layers.{i}" for i in range(2)], [f"decoder.layers.{i}" for i in range(2)]
+ENCODER, DECODER = (
+    [f"encoder.layers.{i}" for i in range(2)],
+    [f"decoder.layers.{i}" for i in range(2)],
+)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,9 @@ ENCODER, DECODER = [f"encoder.layers.{i}" for i in range(2)], [f"decoder.layers.
         (("*.layers",), ["encoder.layers", "decoder.layers"]),
     ],
 )
-def test_blocks_by_name_by_class_and_by_themselves(patterns: tuple[str, ...], names: list[str]) -> None:
+def test_blocks_by_name_by_class_and_by_themselves(
+    patterns: tuple[str, ...], names: list[str]
+) -> None:
     assert [block.name for block in find_blocks(Two(), patterns)] == names
 
 
@@ -104,14 +109,20 @@ def _lives() -> dict[str, Any]:
     optimizer = _sgd(model)
     found["with an optimizer"] = _calls(model)
     found["without an optimizer"] = _calls(stranger)
-    found["class"] = type(model.layers[0]) is Block and inspect.signature(Block.forward) == signature
+    found["class"] = (
+        type(model.layers[0]) is Block and inspect.signature(Block.forward) == signature
+    )
     found["copied"] = _calls(copy.deepcopy(model))
     stream = io.BytesIO()
     torch.save(model.layers[0], stream)
     found["pickled without us"] = b"ovpatch_plugins" not in stream.getvalue()
-    found["unpickled"] = len(pickle.loads(pickle.dumps(model)).state_dict()) == len(model.state_dict())
+    found["unpickled"] = len(pickle.loads(pickle.dumps(model)).state_dict()) == len(
+        model.state_dict()
+    )
     report = next(feature for feature in ovpatch.report().features if feature.name == "recompute")
-    found["remarks"] = [text for text in report.remarks if "Decoder: 3 blocks of class Block" in text]
+    found["remarks"] = [
+        text for text in report.remarks if "Decoder: 3 blocks of class Block" in text
+    ]
     ovpatch.revert()
     found["reverted"] = _calls(model)
     found["forward is stock's"] = vars(Block)["forward"] is stock
@@ -146,7 +157,9 @@ def _options() -> dict[str, Any]:
         model = Decoder()
         _sgd(model)
         found["no such block"] = _calls(model)
-        report = next(feature for feature in ovpatch.report().features if feature.name == "recompute")
+        report = next(
+            feature for feature in ovpatch.report().features if feature.name == "recompute"
+        )
         found["remarks"] = list(report.remarks)
     model = Decoder()
     model.layers[0].forward = functools.partial(Block.forward, model.layers[0])
@@ -202,8 +215,12 @@ def _wrapped_blocks() -> list[Any]:
 
 def _compile(granularity: str) -> dict[str, tuple[int, int]]:
     found = {}
-    whole = granularity == "full" or ALL_CASES  # how a block is called does not depend on what it recomputes
-    for train in (_compiled_model, _compiled_blocks, _wrapped_blocks) if whole else (_compiled_blocks,):
+    whole = (
+        granularity == "full" or ALL_CASES
+    )  # how a block is called does not depend on what it recomputes
+    for train in (
+        (_compiled_model, _compiled_blocks, _wrapped_blocks) if whole else (_compiled_blocks,)
+    ):
         torch.compiler.reset()
         stock = train()
         torch.compiler.reset()
@@ -286,16 +303,25 @@ def test_names_inside_of_ddp(ranks: Any) -> None:
 # --- layers of transformers ---
 
 
-def _train_layers(kwargs: dict[str, bool] | None, patched: bool) -> tuple[list[Any], dict[str, int]]:
+def _train_layers(
+    kwargs: dict[str, bool] | None, patched: bool
+) -> tuple[list[Any], dict[str, int]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     before = COUNTERS.as_dict()
     options = {"recompute": {"blocks": "model.layers.[01]"}}
     with ovpatch.applied("recompute", options=options) if patched else contextlib.nullcontext():
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.1, **sizes)).train()
-        vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")  # which transformers leaves there
+        vars(nn.Module).get("smart_apply") and delattr(
+            nn.Module, "smart_apply"
+        )  # which transformers leaves there
         if kwargs is not None:
             model.gradient_checkpointing_enable(kwargs)
         optimizer = _sgd(model)

@@ -22,12 +22,16 @@ Record = dict[str, Any]
 SCHEDULES = ["stock", "bulk", "ring", "chunk"]
 
 
-def both(function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Record:
+def both(
+    function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Record:
     """Return what ``function`` returns stock and patched, and what it counted."""
     return arms.both(function, *args, apply=partial(apply, options), counters=counters, **kwargs)
 
 
-def all_both(function: Callable[..., Any], cases: arms.Cases, *, options: dict[str, Any] | None = None) -> Record:
+def all_both(
+    function: Callable[..., Any], cases: arms.Cases, *, options: dict[str, Any] | None = None
+) -> Record:
     """Do so for the keyword arguments of every case, under one ``apply()``."""
     return arms.all_both(function, cases, apply=partial(apply, options), counters=counters)
 
@@ -85,7 +89,11 @@ def mesh(*sizes: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
 
 def device() -> torch.device:
     """Return where this rank computes."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -98,7 +106,9 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 def part(tensor: Tensor | None) -> Tensor | None:
     """Return a copy of a tensor; of a DTensor what this rank has of it, or all of it where that is a term of a sum."""
-    if isinstance(tensor, DTensor) and not any(placement.is_partial() for placement in tensor.placements):
+    if isinstance(tensor, DTensor) and not any(
+        placement.is_partial() for placement in tensor.placements
+    ):
         return tensor.detach().to_local().clone()
     return whole(tensor)
 

@@ -50,7 +50,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         batch, length = x.shape[:2]
-        q, k, v = (one(x).view(batch, length, -1, self.size).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (
+            one(x).view(batch, length, -1, self.size).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
+        )
         h = torch.nn.functional.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
         return self.out(h.transpose(1, 2).reshape(batch, length, -1))
 
@@ -70,7 +73,15 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Embedding, blocks, norm and head, as plans for sequence parallelism cut them."""
 
-    def __init__(self, *, layers: int = 2, width: int = WIDTH, heads: int = 12, words: int = 48, bias: bool = True):
+    def __init__(
+        self,
+        *,
+        layers: int = 2,
+        width: int = WIDTH,
+        heads: int = 12,
+        words: int = 48,
+        bias: bool = True,
+    ):
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.layers = nn.ModuleList(Block(width, heads, bias) for _ in range(layers))
@@ -84,14 +95,18 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def parallel_llama(model: Llama, mesh: Any, *, loss_parallel: bool = False, local: bool = False) -> Llama:
+def parallel_llama(
+    model: Llama, mesh: Any, *, loss_parallel: bool = False, local: bool = False
+) -> Llama:
     """Cut a model as torchtitan's plan does: the sequence between linears, heads and features in them."""
     cut, whole = Shard(1), Replicate()
     outer = {
         "words": RowwiseParallel(input_layouts=whole, output_layouts=cut),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(
-            input_layouts=cut, output_layouts=Shard(-1) if loss_parallel else whole, use_local_output=not loss_parallel
+            input_layouts=cut,
+            output_layouts=Shard(-1) if loss_parallel else whole,
+            use_local_output=not loss_parallel,
         ),
     }
     inner = {
@@ -104,7 +119,9 @@ def parallel_llama(model: Llama, mesh: Any, *, loss_parallel: bool = False, loca
         "attention.v": ColwiseParallel(),
         "attention.out": RowwiseParallel(output_layouts=cut),
         "norm2": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,), use_local_output=local),
+        "mlp": PrepareModuleInput(
+            input_layouts=(cut,), desired_input_layouts=(whole,), use_local_output=local
+        ),
         "mlp.w1": ColwiseParallel(),
         "mlp.w3": ColwiseParallel(),
         "mlp.w2": RowwiseParallel(output_layouts=cut),

@@ -45,7 +45,9 @@ class Numbers:
         return torch.randint(-1, 2, shape, generator=generator).bfloat16().to(self._device)
 
 
-def gathered(space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles) -> bool:
+def gathered(
+    space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles
+) -> bool:
     """Gather and multiply, with biases and transposed weights where tiles are stored in halves."""
     xs = [drawn(m, k) for _ in range(space.world)]
     weights = [drawn(k, n).t() if cut.split else drawn(n, k) for n in features]
@@ -60,20 +62,29 @@ def gathered(space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[i
     return right
 
 
-def scattered(space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles) -> bool:
+def scattered(
+    space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles
+) -> bool:
     """Multiply and add up; rank 0 stores what it has multiplied before, where tiles are stored in halves."""
     rows = space.world * m
     xs = [[drawn(rows, n) for n in features] for _ in range(space.world)]
-    weights = [[drawn(k, n) if cut.split else drawn(n, k).t() for n in features] for _ in range(space.world)]
+    weights = [
+        [drawn(k, n) if cut.split else drawn(n, k).t() for n in features]
+        for _ in range(space.world)
+    ]
     biases = [drawn(k) for _ in range(space.world)]
     terms = [
-        sum((x.float() @ w.float().t() for x, w in zip(*pair, strict=True)), bias.float()).bfloat16()
+        sum(
+            (x.float() @ w.float().t() for x, w in zip(*pair, strict=True)), bias.float()
+        ).bfloat16()
         for *pair, bias in zip(xs, weights, biases, strict=True)
     ]
     if cut.split and space.rank == 0:
         out = launch.scatter(space, terms[0])
     else:
-        out = launch.linear_scatter(space, xs[space.rank], weights[space.rank], biases[space.rank], tiles=cut)
+        out = launch.linear_scatter(
+            space, xs[space.rank], weights[space.rank], biases[space.rank], tiles=cut
+        )
     wanted = sum((term.float() for term in terms), torch.zeros(())).bfloat16()
     return out is not None and torch.equal(out, wanted[space.rank * m :][:m])
 

@@ -55,7 +55,11 @@ def wrong() -> tuple[list[str], set[str]]:
         with forced(first) as won:
             for operator, cases in test_operators.CASES.items():
                 for name, case in cases.items():
-                    regather = {"regather": True} if operator is test_operators.gathered and first % 2 else {}
+                    regather = (
+                        {"regather": True}
+                        if operator is test_operators.gathered and first % 2
+                        else {}
+                    )
                     for value, ours, theirs in operator(case, AUTO | regather):
                         same = ours is theirs is None or torch.allclose(ours, theirs, 1e-12, 1e-11)
                         found += [] if same else [f"{name}: {value}"]
@@ -77,7 +81,9 @@ def measuring(sizes: list[int]) -> Record:
     for size in sizes:
         x, weight = draw(size, 32, seed=1).requires_grad_(), draw(16, 32, seed=2).requires_grad_()
         (y,) = all_gather_linear(x, [weight], group, schedule="auto")
-        linear_reduce_scatter(y, draw(8, 16, seed=3).requires_grad_(), group, schedule="auto").sum().backward()
+        linear_reduce_scatter(
+            y, draw(8, 16, seed=3).requires_grad_(), group, schedule="auto"
+        ).sum().backward()
         assert x.grad is not None
         assert y.shape == (size * world, 16)
     return {"lines": report_lines("tp_linear")[before:]}
@@ -103,12 +109,19 @@ def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
     assert lines[1].startswith("gather_linear backward, 64 x 32 -> 16, float32, 2 ranks: ")
     assert lines[3].startswith("linear_scatter backward, 64 x 16 -> 8, float32, 2 ranks: ")
     (again,) = {tuple(result["lines"]) for result in ranks(2)(measuring, [96, 128], env=env)}
-    assert [line.endswith("measured in an earlier run)") for line in again] == [True] * 4 + [False] * 4
+    assert [line.endswith("measured in an earlier run)") for line in again] == [True] * 4 + [
+        False
+    ] * 4
 
 
 def shapes_that_differ() -> str:
     with pytest.raises(RankMismatchError) as caught:
-        all_gather_linear(torch.ones(4, 8), [torch.ones(2 + dist.get_rank(), 8)], dist.group.WORLD, schedule="auto")
+        all_gather_linear(
+            torch.ones(4, 8),
+            [torch.ones(2 + dist.get_rank(), 8)],
+            dist.group.WORLD,
+            schedule="auto",
+        )
     return str(caught.value)
 
 
@@ -125,7 +138,9 @@ def test_only_what_differs_is_measured():
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = Auto("auto", arms, "bulk", anew=True).make_tuning(wires, torch.device("cpu"), shape, direction)
+        found = Auto("auto", arms, "bulk", anew=True).make_tuning(
+            wires, torch.device("cpu"), shape, direction
+        )
         assert found.candidates[0] == "stock"
         assert found.default in found.candidates
         return tuple(name for name in found.candidates if name != "fused")
@@ -152,7 +167,13 @@ def models() -> list[tuple[Record, list[str]]]:
         for name, case in MODELS.items():
             with forced(first) as won, apply({**AUTO, **options}):
                 found.append(
-                    ({"stock": stocks[name], **counted(test_llama.llama, counters=counters, steps=1, **case)}, won)
+                    (
+                        {
+                            "stock": stocks[name],
+                            **counted(test_llama.llama, counters=counters, steps=1, **case),
+                        },
+                        won,
+                    )
                 )
     return found
 
@@ -192,7 +213,15 @@ def test_a_compiled_model(ranks):
     options = {**AUTO, **test_compiled.OPAQUE}
     for first in (1, 2):
         for result, won in ranks(2)(
-            won_by, first, test_compiled.compiled_mlp, layouts, shape, True, "aot_eager", options=options, env=NOWHERE
+            won_by,
+            first,
+            test_compiled.compiled_mlp,
+            layouts,
+            shape,
+            True,
+            "aot_eager",
+            options=options,
+            env=NOWHERE,
         ):
             equal(result["stock"], result["patched"])
             assert result["counters"]["compiled_calls"] == result["counters"]["calls"] > 0
@@ -217,18 +246,27 @@ def reported(deterministic: bool) -> list[str]:
     try:
         with ovpatch.applied("tp_linear", options={"tp_linear": AUTO}):
             model = Replicated()
-            parallelize_module(model, mesh(), {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+            parallelize_module(
+                model, mesh(), {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+            )
             state = torch.get_rng_state()
             for _ in range(2):
                 model(draw(64, WIDTH).requires_grad_()).sum().backward()
             assert torch.equal(state, torch.get_rng_state())
-            return [line for line in ovpatch.report()["tp_linear"].remarks if line.startswith("linear_reduce forward")]
+            return [
+                line
+                for line in ovpatch.report()["tp_linear"].remarks
+                if line.startswith("linear_reduce forward")
+            ]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_the_report_shows_what_was_chosen(ranks, tmp_path):
-    for deterministic, why in ((False, "; measured)"), (True, "not measured, since algorithms must be deterministic)")):
+    for deterministic, why in (
+        (False, "; measured)"),
+        (True, "not measured, since algorithms must be deterministic)"),
+    ):
         for lines in ranks(2)(reported, deterministic, env={"OVPATCH_CACHE_DIR": str(tmp_path)}):
             assert lines[-1].startswith("linear_reduce forward, 64 x 24 -> 24, float32, 2 ranks: ")
             assert lines[-1].endswith(why)
@@ -263,7 +301,10 @@ def left_behind() -> Record:
         allocated.append(torch.cuda.memory_allocated())
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
-    x, before = torch.ones(512, width, device="cuda", dtype=torch.bfloat16), len(report_lines("tp_linear"))
+    x, before = (
+        torch.ones(512, width, device="cuda", dtype=torch.bfloat16),
+        len(report_lines("tp_linear")),
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         (y,) = all_gather_linear(x, [weight], group, schedule="auto")
@@ -293,4 +334,9 @@ def test_what_schedules_are_raced():
     arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
     assert autotuned._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
     assert autotuned._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
-    assert autotuned._distinct(arms, "linear_scatter_backward") == ("stock", "ring", "chunk", "fused")
+    assert autotuned._distinct(arms, "linear_scatter_backward") == (
+        "stock",
+        "ring",
+        "chunk",
+        "fused",
+    )

@@ -47,14 +47,19 @@ def counts(mode: CommDebugMode) -> Record:
         for direction, found in directions.items()
         if found
     }
-    return {"all": {str(name): number for name, number in mode.get_comm_counts().items() if number}, "each": each}
+    return {
+        "all": {str(name): number for name, number in mode.get_comm_counts().items() if number},
+        "each": each,
+    }
 
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def watched(make: Callable[[], Made], watch: Callable[[], Any] = CommDebugMode, alone: bool = False) -> Record:
+def watched(
+    make: Callable[[], Made], watch: Callable[[], Any] = CommDebugMode, alone: bool = False
+) -> Record:
     """Take one step under modes; ``alone``: on the first rank only."""
     torch.manual_seed(0)
     watches = not alone or dist.get_rank() == 0
@@ -68,7 +73,9 @@ def watched(make: Callable[[], Made], watch: Callable[[], Any] = CommDebugMode, 
     with modes[0]:
         model, run = make()
     count(modes[0])
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=False)  # AdamW divides gradients of zero by noise
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.01, foreach=False
+    )  # AdamW divides gradients of zero by noise
     with modes[1], loss_parallel():
         output, *inputs = run(model)
         count(modes[1])
@@ -119,7 +126,9 @@ def mlp(plan: Plan, *shape: int, **how: Any) -> Callable[[], Made]:
 
 def attention(use_local_output: bool) -> Made:
     plan = {
-        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=WHOLE, use_local_output=use_local_output),
+        "": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=WHOLE, use_local_output=use_local_output
+        ),
         **{name: ColwiseParallel() for name in "qkv"},
         "out": RowwiseParallel(output_layouts=Shard(1)),
     }
@@ -139,7 +148,8 @@ class Named(nn.Module):
 
 def by_name() -> Made:
     prepare = PrepareModuleInput(
-        input_kwarg_layouts={"x": CUT, "y": CUT}, desired_input_kwarg_layouts={"x": WHOLE, "y": WHOLE}
+        input_kwarg_layouts={"x": CUT, "y": CUT},
+        desired_input_kwarg_layouts={"x": WHOLE, "y": WHOLE},
     )
     model = Named().double()
     column = ColwiseParallel(use_local_output=False)
@@ -222,23 +232,34 @@ LEFT_TO_STOCK = ("row, of what all have", "words", "words, cut", "words, tied")
 CASES: dict[str, Callable[[], Made]] = {
     "column": linear(ColwiseParallel()),
     "column, input cut": linear(ColwiseParallel(input_layouts=CUT), cut=CUT),
-    "column, input cut, needs no gradient": linear(ColwiseParallel(input_layouts=CUT), cut=CUT, needs_grad=False),
-    "column, sequence cut, output of all": linear(
-        ColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE), 2, LENGTH, WIDTH, cut=Shard(1)
+    "column, input cut, needs no gradient": linear(
+        ColwiseParallel(input_layouts=CUT), cut=CUT, needs_grad=False
     ),
-    "column, returns a DTensor": linear(ColwiseParallel(input_layouts=CUT, use_local_output=False), cut=CUT),
+    "column, sequence cut, output of all": linear(
+        ColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE),
+        2,
+        LENGTH,
+        WIDTH,
+        cut=Shard(1),
+    ),
+    "column, returns a DTensor": linear(
+        ColwiseParallel(input_layouts=CUT, use_local_output=False), cut=CUT
+    ),
     "column, of a DTensor": linear(ColwiseParallel(input_layouts=CUT), cut=CUT, dtensor=True),
     "column, of a DTensor of all": linear(ColwiseParallel(use_local_output=False), dtensor=True),
     "row": linear(RowwiseParallel(), cut=Shard(1)),
     "row, output cut": linear(RowwiseParallel(output_layouts=CUT), cut=Shard(1)),
-    "row, sequence cut": linear(RowwiseParallel(output_layouts=Shard(1)), 2, LENGTH, WIDTH, cut=Shard(2)),
+    "row, sequence cut": linear(
+        RowwiseParallel(output_layouts=Shard(1)), 2, LENGTH, WIDTH, cut=Shard(2)
+    ),
     "row, returns a DTensor": linear(
         RowwiseParallel(output_layouts=CUT, use_local_output=False), cut=Shard(1), dtensor=True
     ),
     "row, of what all have": linear(RowwiseParallel(input_layouts=WHOLE)),
     "MLP": mlp({"up": ColwiseParallel(), "down": RowwiseParallel()}),
     "MLP, sequence": mlp(
-        {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output_layouts=CUT)}, cut=CUT
+        {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output_layouts=CUT)},
+        cut=CUT,
     ),
     "attention": lambda: attention(False),
     "attention, local": lambda: attention(True),
@@ -262,8 +283,12 @@ CASES: dict[str, Callable[[], Made]] = {
 }
 
 
-def counted(names: Sequence[str], options: dict[str, Any] | None = None, **how: Any) -> dict[str, Record]:
-    results = all_both(watched, {name: {"make": CASES[name], **how} for name in names}, options=options)
+def counted(
+    names: Sequence[str], options: dict[str, Any] | None = None, **how: Any
+) -> dict[str, Record]:
+    results = all_both(
+        watched, {name: {"make": CASES[name], **how} for name in names}, options=options
+    )
     for name, result in results.items():
         result["counts"] = [result[arm].pop("counts") for arm in ("stock", "patched")]
         try:
@@ -296,7 +321,10 @@ def test_parts_are_counted_one_by_one(ranks):
     for result in ranks(2)(counted, ["MLP, sequence"], {"schedule": "chunk", "chunks": 3}):
         (_, _, once, _), (_, _, ours, _) = result["MLP, sequence"]["counts"]
         assert ours["all"].keys() == once["all"].keys()
-        assert all(once["all"][name] < number <= 3 * once["all"][name] for name, number in ours["all"].items())
+        assert all(
+            once["all"][name] < number <= 3 * once["all"][name]
+            for name, number in ours["all"].items()
+        )
 
 
 # ---------------------------------------------------------------- other modes
@@ -320,7 +348,11 @@ class Copying(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out.clone() if func.namespace == "_c10d_functional" and "wait" not in func.name() else out
+        return (
+            out.clone()
+            if func.namespace == "_c10d_functional" and "wait" not in func.name()
+            else out
+        )
 
 
 def copying() -> Record:
@@ -347,7 +379,9 @@ def test_modes_see_one_functional_operator_in_their_order():
         return rows.new_ones(4, 3), ()
 
     with Logging(outer) as one, Logging(inner) as other:
-        whole, works = tp_group.dispatch("all_gather_into_tensor", (torch.zeros(2, 3), 2, "nobody's"), start)
+        whole, works = tp_group.dispatch(
+            "all_gather_into_tensor", (torch.zeros(2, 3), 2, "nobody's"), start
+        )
         assert stack() == [one, other]
     assert outer == inner == ["all_gather_into_tensor"]
     assert started == [[]], "what is sent in its place is not seen"
@@ -357,13 +391,17 @@ def test_modes_see_one_functional_operator_in_their_order():
 
 def test_a_mode_that_answers_for_itself():
     class Simulating(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func.namespace == "_c10d_functional":
                 return args[0].new_full((1, 3), 7.0)
             return func(*args, **(kwargs or {}))
 
     with Simulating():
-        part, works = tp_group.dispatch("reduce_scatter_tensor", (torch.zeros(2, 3), "sum", 2, "nobody's"), pytest.fail)
+        part, works = tp_group.dispatch(
+            "reduce_scatter_tensor", (torch.zeros(2, 3), "sum", 2, "nobody's"), pytest.fail
+        )
     assert torch.equal(part, torch.full((1, 3), 7.0))
     assert not works
 
@@ -387,7 +425,9 @@ def test_an_all_reduce_comes_in_place_when_it_is_there():
 @pytest.mark.parametrize("place", ["mode", "start"])
 def test_an_exception_leaves_the_stack_as_it_was(place):
     class Raising(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if place == "mode":
                 raise KeyError(place)
             return func(*args, **(kwargs or {}))
@@ -408,7 +448,9 @@ def test_a_mode_of_torchs_own_stays_below():
         rows = torch.zeros(2, 3)
         with Logging(seen := []) as one:
             whole, _ = tp_group.dispatch(
-                "all_gather_into_tensor", (rows, 2, "nobody's"), lambda rows: (rows.new_empty(4, 3), ())
+                "all_gather_into_tensor",
+                (rows, 2, "nobody's"),
+                lambda rows: (rows.new_empty(4, 3), ()),
             )
             assert stack() == [fake, one]
     assert seen == ["all_gather_into_tensor"]

@@ -12,7 +12,16 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, device, draw, mesh, whole
+from tests.plugins.tp_linear.arms import (
+    SCHEDULES,
+    Record,
+    both,
+    check_same,
+    device,
+    draw,
+    mesh,
+    whole,
+)
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.test_models import LAYOUTS
 from tests.plugins.tp_linear.training import equal, trained
@@ -22,12 +31,17 @@ from tests.support.rarely import RARELY
 OPAQUE = {"compiled": True}
 
 
-def compiled_mlp(layouts: Any, shape: tuple[int, ...], bias: bool, backend: str, autocast: bool = False) -> Record:
+def compiled_mlp(
+    layouts: Any, shape: tuple[int, ...], bias: bool, backend: str, autocast: bool = False
+) -> Record:
     torch._dynamo.reset()
     given, handed_out = layouts
     dtype = torch.float32 if autocast else torch.float64
     model = MLP(bias=bias).to(device(), dtype)
-    plan = {"up": ColwiseParallel(input_layouts=given), "down": RowwiseParallel(output_layouts=handed_out)}
+    plan = {
+        "up": ColwiseParallel(input_layouts=given),
+        "down": RowwiseParallel(output_layouts=handed_out),
+    }
     parallelize_module(model, mesh(), plan)
     world, rank = dist.get_world_size(), dist.get_rank()
     if bias:
@@ -38,10 +52,14 @@ def compiled_mlp(layouts: Any, shape: tuple[int, ...], bias: bool, backend: str,
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
         x = draw(*shape, WIDTH, seed=step, dtype=dtype)
-        x = (x.chunk(world, given.dim)[rank].contiguous() if hasattr(given, "dim") else x).requires_grad_()
+        x = (
+            x.chunk(world, given.dim)[rank].contiguous() if hasattr(given, "dim") else x
+        ).requires_grad_()
         with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
             y = compiled(x)
-        return y.float().square().mean() if autocast else y.square().sum(), {"x": lambda: whole(x.grad)}
+        return y.float().square().mean() if autocast else y.square().sum(), {
+            "x": lambda: whole(x.grad)
+        }
 
     return trained(model, run, 2)
 
@@ -50,13 +68,19 @@ LIKE_OTHERS = ("first of three", "second, one sample", "from the end")
 
 
 @pytest.mark.parametrize(
-    "layouts", [pytest.param(name, marks=RARELY) if name in LIKE_OTHERS else name for name in LAYOUTS]
+    "layouts",
+    [pytest.param(name, marks=RARELY) if name in LIKE_OTHERS else name for name in LAYOUTS],
 )
 def test_an_mlp(ranks, layouts):
     schedule = SCHEDULES[list(LAYOUTS).index(layouts) % len(SCHEDULES)]
     bias = layouts != "second"
     for result in ranks(2)(
-        both, compiled_mlp, *LAYOUTS[layouts], bias, "aot_eager", options={**OPAQUE, "schedule": schedule}
+        both,
+        compiled_mlp,
+        *LAYOUTS[layouts],
+        bias,
+        "aot_eager",
+        options={**OPAQUE, "schedule": schedule},
     ):
         equal(result["stock"], result["patched"])
         counted = result["counters"]
@@ -65,7 +89,9 @@ def test_an_mlp(ranks, layouts):
 
 
 def test_inductor(ranks):
-    for result in ranks(2)(both, compiled_mlp, *LAYOUTS["second"], True, "inductor", options=OPAQUE, timeout=180):
+    for result in ranks(2)(
+        both, compiled_mlp, *LAYOUTS["second"], True, "inductor", options=OPAQUE, timeout=180
+    ):
         equal(result["stock"], result["patched"])
         assert result["counters"]["compiled_calls"] == 4
 
@@ -76,7 +102,9 @@ def compiled_llama() -> list[Record]:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
-        given = torch.randint(48, (2, 12), generator=torch.Generator().manual_seed(step)).to(device())
+        given = torch.randint(48, (2, 12), generator=torch.Generator().manual_seed(step)).to(
+            device()
+        )
         return torch.nn.functional.cross_entropy(compiled(given).flatten(0, 1), given.flatten()), {}
 
     return trained(model, run, 2)
@@ -105,7 +133,9 @@ def test_shared_gathers_in_a_model_and_in_blocks_compiled_one_by_one(ranks):
 
 
 def test_autocast_in_a_compiled_graph(ranks):
-    for result in ranks(2)(both, compiled_mlp, *LAYOUTS["first"], True, "aot_eager", True, options=OPAQUE):
+    for result in ranks(2)(
+        both, compiled_mlp, *LAYOUTS["first"], True, "aot_eager", True, options=OPAQUE
+    ):
         stock, ours = (
             [{name: record[name] for name in ("loss", "grad", "x")} for record in result[arm][:1]]
             for arm in ("stock", "patched")
@@ -126,7 +156,9 @@ def lengths() -> list[float]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     head = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    parallelize_module(head, mesh(), ColwiseParallel(input_layouts=Shard(1), use_local_output=False))
+    parallelize_module(
+        head, mesh(), ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    )
     compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
     found = []
     for length in (4, 6):
@@ -147,18 +179,24 @@ KINDS = ["replicated", "scatter"]
 def differentiated_twice(kind: str) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    style = {"reduce": RowwiseParallel(), "scatter": RowwiseParallel(output_layouts=Shard(0))}.get(kind)
+    style = {"reduce": RowwiseParallel(), "scatter": RowwiseParallel(output_layouts=Shard(0))}.get(
+        kind
+    )
     cut = parallelize_module(
         torch.nn.Linear(WIDTH, WIDTH),
         mesh(),
         style or ColwiseParallel(input_layouts=Shard(0) if kind == "gather" else None),
     )
     x = draw(4, WIDTH if style is None else WIDTH // 2).requires_grad_()
-    (grad,) = torch.autograd.grad(torch.compile(cut, backend="eager")(x).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(
+        torch.compile(cut, backend="eager")(x).square().sum(), x, create_graph=True
+    )
     return error_of(grad.square().sum().backward)
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce", *(pytest.param(kind, marks=RARELY) for kind in KINDS)])
+@pytest.mark.parametrize(
+    "kind", ["gather", "reduce", *(pytest.param(kind, marks=RARELY) for kind in KINDS)]
+)
 def test_a_second_derivative_of_an_opaque_operator_is_an_error(ranks, kind):
     for result in ranks(2)(both, differentiated_twice, kind, options=OPAQUE):
         assert "cannot be differentiated twice" in result["patched"]
@@ -181,7 +219,8 @@ def compiled_functions() -> list[list[Tensor]]:
 
 
 @pytest.mark.skipif(
-    (2, 12) <= torch.__version__ < (2, 13), reason="stock torch 2.12 cannot break a graph where a group is an argument"
+    (2, 12) <= torch.__version__ < (2, 13),
+    reason="stock torch 2.12 cannot break a graph where a group is an argument",
 )
 def test_the_functions_run_outside_of_a_compiled_graph(ranks):
     for compiled, eager in ranks(2)(compiled_functions):

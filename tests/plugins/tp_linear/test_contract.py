@@ -14,13 +14,32 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import ovpatch
 from tests.plugins.tp_linear import arms
-from tests.plugins.tp_linear.arms import Record, both, check_same, counters, draw, layout, mesh, seen, whole
+from tests.plugins.tp_linear.arms import (
+    Record,
+    both,
+    check_same,
+    counters,
+    draw,
+    layout,
+    mesh,
+    seen,
+    whole,
+)
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
 
@@ -78,7 +97,9 @@ def test_the_object_is_what_it_was(ranks):
         stock, ours = result["stock"], result["patched"]
         hooks = stock.pop("hooks"), ours.pop("hooks")
         equal([stock], [ours])
-        assert hooks[1] == ["torch.float64 (3, 24)", "torch.float64 (6, 24)"], "the shard, and the local output"
+        assert hooks[1] == ["torch.float64 (3, 24)", "torch.float64 (6, 24)"], (
+            "the shard, and the local output"
+        )
 
 
 def pickled() -> dict[str, Any]:
@@ -106,7 +127,8 @@ def exchanged(folder: str, saved: str, loaded: str) -> Record:
         optimizer = adamw(model)
         step(model, optimizer, 0)
         dcp.save(
-            {"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
+            {"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)},
+            checkpoint_id=folder,
         )
     with arm(loaded == "patched"):
         model = made(seed=1)
@@ -118,7 +140,9 @@ def exchanged(folder: str, saved: str, loaded: str) -> Record:
 
 def test_checkpoints_go_both_ways(ranks, tmp_path: Path):
     arms = ["stock", "patched"]
-    found = [ranks(2)(exchanged, str(tmp_path / (a + b)), a, b) for a, b in itertools.product(arms, arms)]
+    found = [
+        ranks(2)(exchanged, str(tmp_path / (a + b)), a, b) for a, b in itertools.product(arms, arms)
+    ]
     for rank in range(2):
         for other in found[1:]:
             equal([found[0][rank]], [other[rank]])
@@ -158,9 +182,14 @@ def made_before(patched: bool, user_hook: bool) -> Record:
     before = counters()
     with arm(patched):
         if patched:
-            hooks = [hook for one in attention.modules() for hook in one._forward_pre_hooks.values()]
+            hooks = [
+                hook for one in attention.modules() for hook in one._forward_pre_hooks.values()
+            ]
             linears = (
-                sum("_ovpatch_parallel" in vars(one) for one in (*model.modules(), *attention.modules())),
+                sum(
+                    "_ovpatch_parallel" in vars(one)
+                    for one in (*model.modules(), *attention.modules())
+                ),
                 sum(type(hook).__name__ == "SharedAllGather" for hook in hooks),
             )
         record = step(model, adamw(model), 0)
@@ -195,19 +224,32 @@ def foreign() -> Record:
     torch.manual_seed(0)
     model = nn.Sequential(Odd(WIDTH, 24), nn.Linear(12, 24))
     attention = nn.MultiheadAttention(WIDTH, 2)
-    parallelize_module(model, mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))})
+    parallelize_module(
+        model, mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))}
+    )
     styled = parallelize_module(nn.Linear(WIDTH, 24), mesh(), OwnStyle())
     parallelize_module(attention, mesh(), {"out_proj": RowwiseParallel(input_layouts=Replicate())})
     x = draw(4, WIDTH)
-    features = " ".join(" ".join(map(str, one.remarks)) for one in ovpatch.report().features if one.name == "tp_linear")
-    return {"y": whole(styled(x)), "odd": whole(model[0](x)), "classes": [type(model[0]).__name__], "remarks": features}
+    features = " ".join(
+        " ".join(map(str, one.remarks))
+        for one in ovpatch.report().features
+        if one.name == "tp_linear"
+    )
+    return {
+        "y": whole(styled(x)),
+        "odd": whole(model[0](x)),
+        "classes": [type(model[0]).__name__],
+        "remarks": features,
+    }
 
 
 def test_classes_and_styles_of_their_own_are_left_alone(ranks):
     for result in ranks(2)(both, foreign):
         remarks = result["stock"].pop("remarks"), result["patched"].pop("remarks")
         equal([result["stock"]], [result["patched"]])
-        assert "Odd is left to stock: a class of its own may have a forward of its own" in remarks[1]
+        assert (
+            "Odd is left to stock: a class of its own may have a forward of its own" in remarks[1]
+        )
         assert "OwnStyle does not do what ColwiseParallel does" in remarks[1]
         assert result["counters"]["linears"] == 1, "the stock linear behind the odd one"
 
@@ -227,15 +269,21 @@ class Autocast(nn.Module):
 
 def nested_autocast(local: bool) -> Record:
     torch.manual_seed(0)
-    gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local)
-    model = parallelize_module(Autocast(), mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    gather = PrepareModuleInput(
+        input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local
+    )
+    model = parallelize_module(
+        Autocast(), mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()}
+    )
     x = draw(3, WIDTH, seed=dist.get_rank()).requires_grad_()
     y = model(x)
     y.square().sum().backward()
     return {"y": y.detach() * 1.0, "x": whole(x.grad), **seen(model)}
 
 
-@pytest.mark.parametrize(("local", "schedule", "unused"), [(False, "bulk", 0), (False, "chunk", 2), (True, "bulk", 0)])
+@pytest.mark.parametrize(
+    ("local", "schedule", "unused"), [(False, "bulk", 0), (False, "chunk", 2), (True, "bulk", 0)]
+)
 def test_autocast_inside_of_a_gathered_module(ranks, local, schedule, unused):
     for result in ranks(2)(both, nested_autocast, local, options={"schedule": schedule}):
         equal([result["stock"]], [result["patched"]], floor=2e-2)
@@ -251,14 +299,20 @@ def accumulated(kind: str) -> Record:
         model.down.weight.register_hook(lambda g: told.append("down"))
     if kind == "main_grad" and type(model.up) is not nn.Linear:
         for linear in (model.up, model.down):
-            linear.weight.main_grad = torch.zeros_like(linear.weight._local_tensor, dtype=torch.float32)
+            linear.weight.main_grad = torch.zeros_like(
+                linear.weight._local_tensor, dtype=torch.float32
+            )
     for micro in range(3):
-        model(draw(3, WIDTH, seed=10 * micro + dist.get_rank(), dtype=torch.float64)).square().sum().backward()
+        model(
+            draw(3, WIDTH, seed=10 * micro + dist.get_rank(), dtype=torch.float64)
+        ).square().sum().backward()
     record = seen(model)
     if kind == "main_grad" and type(model.up) is not nn.Linear:
         for name, linear in {"up": model.up, "down": model.down}.items():
             assert linear.weight.grad is None
-            grad = DTensor.from_local(linear.weight.main_grad.double(), mesh(), linear.weight.placements)
+            grad = DTensor.from_local(
+                linear.weight.main_grad.double(), mesh(), linear.weight.placements
+            )
             record["grad"][f"{name}.weight"] = arms.part(grad)
             record["layout"][f"{name}.weight"] = None
     return {**record, "told": told}

@@ -11,9 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, check_all, compare, draw, mesh, seen, whole
+from tests.plugins.tp_linear.arms import (
+    SCHEDULES,
+    Record,
+    all_both,
+    check_all,
+    compare,
+    draw,
+    mesh,
+    seen,
+    whole,
+)
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.support.rarely import RARELY
 
@@ -73,7 +88,9 @@ def drift(model: nn.Module, kind: str) -> None:
             is_copied = not isinstance(param, DTensor) or param.placements == (Replicate(),)
             if is_copied and kind in ("norm" if "norm" in name else name):
                 local = param.to_local() if isinstance(param, DTensor) else param
-                local.add_(draw(*local.shape, seed=100 * number + dist.get_rank(), dtype=local.dtype))
+                local.add_(
+                    draw(*local.shape, seed=100 * number + dist.get_rank(), dtype=local.dtype)
+                )
 
 
 def trained(plan: str, different: str, dtype: torch.dtype = torch.float64) -> Record:
@@ -111,7 +128,9 @@ CASES = {
 IN_ORDER = ("stock", "bulk")
 
 RUNS = [
-    pytest.param(world, schedule, marks=RARELY if (world, schedule) in {(3, "stock"), (3, "chunk")} else ())
+    pytest.param(
+        world, schedule, marks=RARELY if (world, schedule) in {(3, "stock"), (3, "chunk")} else ()
+    )
     for world, schedule in itertools.product((2, 3), SCHEDULES)
 ]
 

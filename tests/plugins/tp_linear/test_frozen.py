@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from ovpatch.insight.equality import Verdict
 from tests.plugins.ddp.arms import table
@@ -46,7 +51,9 @@ class Linears(nn.Module):
 
 def made(plan: str, frozen: str) -> nn.Module:
     torch.manual_seed(0)
-    model = parallelize_module(Linears(2 if "b" in PLANS[plan] else 1).double(), mesh(), PLANS[plan])
+    model = parallelize_module(
+        Linears(2 if "b" in PLANS[plan] else 1).double(), mesh(), PLANS[plan]
+    )
     for name, param in model.named_parameters():
         param.requires_grad_(name[0] not in frozen)
     return model
@@ -57,7 +64,9 @@ def given(plan: str, needs: bool) -> tuple[Tensor, Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
     same = plan == "replicated"
     width = WIDTH // world if plan in ("scatter", "reduce") else WIDTH
-    leaf = draw(2 * world, width, seed=0 if same else rank, dtype=torch.float64).requires_grad_(needs)
+    leaf = draw(2 * world, width, seed=0 if same else rank, dtype=torch.float64).requires_grad_(
+        needs
+    )
     return leaf, leaf * 2
 
 
@@ -68,7 +77,9 @@ def kept(plan: str, frozen: str, needs: bool) -> Record:
 
     def pack(tensor: Tensor) -> Tensor:
         here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = (here.wait() if isinstance(here, AsyncCollectiveTensor) else here).untyped_storage()
+        storage = (
+            here.wait() if isinstance(here, AsyncCollectiveTensor) else here
+        ).untyped_storage()
         storages[storage.data_ptr()] = storage
         return tensor
 
@@ -94,7 +105,10 @@ def check_kept(results: list[Record]) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_more_is_kept_than_under_stock(ranks, schedule):
     cases = table(plan=PLANS, frozen=FROZEN, needs=[True, False])
-    check_all(ranks(2)(all_both, kept, cases, options={"schedule": schedule}, timeout=120), check=check_kept)
+    check_all(
+        ranks(2)(all_both, kept, cases, options={"schedule": schedule}, timeout=120),
+        check=check_kept,
+    )
 
 
 def written(plan: str, frozen: str, needs: bool, into: str) -> Any:
@@ -119,12 +133,17 @@ def written(plan: str, frozen: str, needs: bool, into: str) -> Any:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_not_kept_may_be_written_into(ranks, plan):
-    cases = table(plan=[plan], frozen=FROZEN, needs=[True, False], into=["nothing", "input", "weight"])
+    cases = table(
+        plan=[plan], frozen=FROZEN, needs=[True, False], into=["nothing", "input", "weight"]
+    )
     for result in ranks(2)(all_both, written, cases, timeout=120):
         for name, case in cases.items():
             clean = result[name.replace(f"into {case['into']}", "into nothing")]["stock"]
             stock, ours = result[name]["stock"], result[name]["patched"]
-            if stock != "noticed" and compare(clean, stock, floor=1e-10).verdict is Verdict.DIFFERENT:
+            if (
+                stock != "noticed"
+                and compare(clean, stock, floor=1e-10).verdict is Verdict.DIFFERENT
+            ):
                 stock = "noticed"  # it is not, where a DTensor is made of a local tensor: its gradients are wrong
             if isinstance(stock, str) or isinstance(ours, str):
                 assert stock == ours, name

@@ -47,7 +47,9 @@ def operators(most: int) -> list[str]:
                     if (ours is None) != (theirs is None):
                         found.append(f"{name}, {way}: {value} is {ours}, expected {theirs}")
                     elif ours is not None and not torch.allclose(ours, theirs, 1e-4, 1e-4):
-                        found.append(f"{name}, {way}: {value} differs by {(ours - theirs).abs().max()}")
+                        found.append(
+                            f"{name}, {way}: {value} differs by {(ours - theirs).abs().max()}"
+                        )
     if not COUNTERS.fused:
         found.append("no kernel was used")
     return found
@@ -57,7 +59,12 @@ def delayed(rounds: int) -> list[str]:
     """Operators that grow and shrink, and their buffers with them, on ranks that come late at random."""
     allow()
     memory._GRAIN, sizes = 64, set()
-    chance, world, rank, found = random.Random(dist.get_rank()), dist.get_world_size(), dist.get_rank(), []
+    chance, world, rank, found = (
+        random.Random(dist.get_rank()),
+        dist.get_world_size(),
+        dist.get_rank(),
+        [],
+    )
     for i in range(rounds):
         m, k = 4 + 28 * (i % 3), 8 + 4 * (i % 5)
         time.sleep(chance.random() / 20)
@@ -78,7 +85,9 @@ def watched() -> list[dict[str, Any]]:
     parallel_llama(model, mesh())
     if dist.get_rank() == 1:
         for name in "qkv":
-            getattr(model.layers[0].attention, name).register_forward_pre_hook(lambda module, inputs: None)
+            getattr(model.layers[0].attention, name).register_forward_pre_hook(
+                lambda module, inputs: None
+            )
     model(test_llama.tokens(1, 2, 12)).square().sum().backward()
     return [seen(model)]
 
@@ -86,8 +95,13 @@ def watched() -> list[dict[str, Any]]:
 def blocks() -> list[dict[str, Any]]:
     """Stock and patched, of blocks with a shared gather, with checkpoints and without."""
     allow()
-    runs = [both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case) for case in CASES]
-    drifted = both(lambda: [test_drifted_copies.trained("blocks", "bias", torch.float32)], options=FUSED)
+    runs = [
+        both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case)
+        for case in CASES
+    ]
+    drifted = both(
+        lambda: [test_drifted_copies.trained("blocks", "bias", torch.float32)], options=FUSED
+    )
     return [both(watched, options=FUSED), drifted, *runs]
 
 
@@ -130,7 +144,10 @@ def stood_down() -> tuple[bool, Any, list[str]]:
     """Whether a model on the CPU computes as with ``bulk``, what was counted, and what the report says."""
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     weight = torch.ones(16, 8, dtype=torch.bfloat16)
-    found = [all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0] for name in ("fused", "bulk")]
+    found = [
+        all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0]
+        for name in ("fused", "bulk")
+    ]
     remarks = list(tp_linear_feature.list_remarks())
     fused.drop_fused_support()
     return torch.equal(*found), COUNTERS.fused, remarks

@@ -65,7 +65,9 @@ def test_groups_come_and_go(ranks, gpus):
         assert all(found), found
 
 
-def pair(seed: int, m: int = 256, k: int = 512, n: int = 384) -> tuple[Callable[[], Tensor], Tensor]:
+def pair(
+    seed: int, m: int = 256, k: int = 512, n: int = 384
+) -> tuple[Callable[[], Tensor], Tensor]:
     """A column and a row linear, as one call without gradients; and their input, which may be overwritten."""
     rank = dist.get_rank()
     x, up = whole_numbers(m, k, seed=seed + rank), whole_numbers(n, k, seed=seed + 10)
@@ -85,7 +87,10 @@ def late(rounds: int) -> int:
     wanted = [call() for call in calls]
     for call, right in zip(calls, wanted, strict=True):
         assert torch.allclose(call("stock").float(), right.float(), 1e-2, 1.0)
-    streams, chance = [torch.cuda.Stream() for _ in calls], torch.Generator().manual_seed(dist.get_rank())
+    streams, chance = (
+        [torch.cuda.Stream() for _ in calls],
+        torch.Generator().manual_seed(dist.get_rank()),
+    )
     counts = [torch.zeros((), dtype=torch.int64, device=device()) for _ in calls]
     torch.cuda.synchronize()
     for i in range(rounds):
@@ -143,7 +148,12 @@ def test_blocks_are_no_farther_from_the_truth_than_stock(ranks):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
     options = {"schedule": "fused"}
     for checkpointing in ("", "not reentrant"):
-        case = {"dtype": torch.bfloat16, "steps": 1, "checkpointing": checkpointing, "gathered": True}
+        case = {
+            "dtype": torch.bfloat16,
+            "steps": 1,
+            "checkpointing": checkpointing,
+            "gathered": True,
+        }
         for single, result in zip(
             exact, ranks(2)(both, test_llama.llama, options=options, **case, **NCCL), strict=True
         ):
@@ -152,7 +162,8 @@ def test_blocks_are_no_farther_from_the_truth_than_stock(ranks):
             for arm in ("stock", "patched"):
                 grads = result[arm][0]["grad"].items()
                 terms = [
-                    (g.double() - truth[n]).square().sum() / truth[n].square().sum().clamp(1e-30) for n, g in grads
+                    (g.double() - truth[n]).square().sum() / truth[n].square().sum().clamp(1e-30)
+                    for n, g in grads
                 ]
                 error[arm] = float(sum(terms))
             assert 0 < error["patched"] <= 1.1**2 * error["stock"], (checkpointing, error)
@@ -173,7 +184,9 @@ def numbers(dtype: torch.dtype, m: int, k: int, features: tuple[int, ...]) -> li
         for which, (ours, stock) in enumerate(values):
             if not (ours.float() - stock.float()).norm() <= 1e-2 * stock.float().norm():
                 found.append(f"{name} {which}")
-    return found if COUNTERS.fused > used else [*found, "no kernel was used", *fused.list_objections()]
+    return (
+        found if COUNTERS.fused > used else [*found, "no kernel was used", *fused.list_objections()]
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from tests.plugins.tp_linear import test_compiled, test_llama, test_models, test_operators
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, draw, mesh
@@ -35,7 +40,9 @@ def test_an_mlp(ranks, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_llama(ranks, schedule):
     for case in ({}, *(case for name, case in test_llama.CASES.items() if "kept" not in name)):
-        for result in ranks(2)(both, test_llama.llama, options={"schedule": schedule}, **case, **NCCL):
+        for result in ranks(2)(
+            both, test_llama.llama, options={"schedule": schedule}, **case, **NCCL
+        ):
             equal(result["stock"], result["patched"])
             assert result["counters"]["stock_calls"] == 0
             assert result["counters"]["shared_calls"] > 0
@@ -51,7 +58,9 @@ def test_operators_alone(ranks, gpus, operator):
 def test_compiled_models(ranks, backend):
     for name in ("first", "second", "replicated, scattered"):
         layouts = test_models.LAYOUTS[name]
-        for result in ranks(2)(both, test_compiled.compiled_mlp, *layouts, True, backend, options=OPAQUE, **NCCL):
+        for result in ranks(2)(
+            both, test_compiled.compiled_mlp, *layouts, True, backend, options=OPAQUE, **NCCL
+        ):
             equal(result["stock"], result["patched"])
             assert result["counters"]["compiled_calls"] == result["counters"]["calls"] > 0
     for result in ranks(2)(both, test_compiled.compiled_blocks, options=OPAQUE, **NCCL):
@@ -61,13 +70,21 @@ def test_compiled_models(ranks, backend):
 def test_bfloat16_is_no_farther_from_the_truth_than_stock(ranks):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
     for schedule in SCHEDULES:
-        case = {"dtype": torch.bfloat16, "steps": 1, "gathered": True, "options": {"schedule": schedule}}
+        case = {
+            "dtype": torch.bfloat16,
+            "steps": 1,
+            "gathered": True,
+            "options": {"schedule": schedule},
+        }
         found = ranks(2)(both, test_llama.llama, **case, **NCCL)
         for single, result in zip(exact, found, strict=True):
             truth = single[0]["grad"]
             error = {
                 arm: sum(
-                    float((grad.double() - truth[name]).square().sum() / truth[name].square().sum().clamp(min=1e-30))
+                    float(
+                        (grad.double() - truth[name]).square().sum()
+                        / truth[name].square().sum().clamp(min=1e-30)
+                    )
                     for name, grad in result[arm][0]["grad"].items()
                 )
                 for arm in ("stock", "patched")
@@ -76,14 +93,21 @@ def test_bfloat16_is_no_farther_from_the_truth_than_stock(ranks):
 
 
 def cut(model: MLP) -> MLP:
-    plan = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
+    plan = {
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(output_layouts=Shard(0)),
+    }
     return parallelize_module(model, mesh(), plan)
 
 
 def model_and_input(dtype: torch.dtype = torch.float64, rows: int = 512) -> tuple[MLP, Tensor]:
     torch.manual_seed(0)
     model = cut(MLP(**WIDE).to(device(), dtype))
-    x = draw(rows, WIDE["width"], seed=1, dtype=dtype).chunk(dist.get_world_size())[dist.get_rank()].contiguous()
+    x = (
+        draw(rows, WIDE["width"], seed=1, dtype=dtype)
+        .chunk(dist.get_world_size())[dist.get_rank()]
+        .contiguous()
+    )
     return model, x.requires_grad_()
 
 
@@ -127,7 +151,9 @@ def replayed() -> Record:
 def test_a_graph_computes_what_was_captured(ranks, schedule):
     for result in ranks(2)(both, replayed, options={"schedule": schedule}, **NCCL):
         assert result["counters"]["stock_calls"] == 0
-        for (of_graph, eager), (stock, _) in zip(result["patched"]["steps"], result["stock"]["steps"], strict=True):
+        for (of_graph, eager), (stock, _) in zip(
+            result["patched"]["steps"], result["stock"]["steps"], strict=True
+        ):
             equal([{"": eager}], [{"": of_graph}])
             equal([{"": stock}], [{"": of_graph}])
 
@@ -151,7 +177,11 @@ def delayed(rounds: int) -> list[Tensor]:
             time.sleep(float(torch.rand((), generator=chance)) / 1000)
         for stream in streams:
             torch.cuda.current_stream().wait_stream(stream)
-        found.append(torch.stack([sum(grad.double().abs().sum() for grad in grads(*pair)) for pair in models]))
+        found.append(
+            torch.stack(
+                [sum(grad.double().abs().sum() for grad in grads(*pair)) for pair in models]
+            )
+        )
     return found
 
 
@@ -159,7 +189,10 @@ def delayed(rounds: int) -> list[Tensor]:
 def test_delays_change_nothing(ranks, schedule):
     for result in ranks(2)(both, delayed, 50, options={"schedule": schedule}, **NCCL):
         first = result["stock"][0]
-        assert all(torch.allclose(first, other, rtol=1e-12) for other in result["stock"] + result["patched"])
+        assert all(
+            torch.allclose(first, other, rtol=1e-12)
+            for other in result["stock"] + result["patched"]
+        )
 
 
 class Gathered(nn.Module):
@@ -167,7 +200,9 @@ class Gathered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDE["width"], WIDE["width"], bias=False) for _ in range(3))
+        self.q, self.k, self.v = (
+            nn.Linear(WIDE["width"], WIDE["width"], bias=False) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.q(x).sigmoid() * self.k(x) + self.v(x)
@@ -178,7 +213,9 @@ def peak(dtype: torch.dtype, shared: bool) -> Record:
     before = torch.cuda.memory_allocated()
     model, x = model_and_input(dtype, rows=16384)
     if shared:
-        prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+        prepare = PrepareModuleInput(
+            input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)
+        )
         plan = {"": prepare, **{name: ColwiseParallel() for name in "qkv"}}
         model = parallelize_module(Gathered().to(device(), dtype), mesh(), plan)
     for _ in range(2):
@@ -187,13 +224,18 @@ def peak(dtype: torch.dtype, shared: bool) -> Record:
         torch.cuda.reset_peak_memory_stats()
         loss = model(x).square().sum()
         loss.backward()
-    return {"peak": torch.cuda.max_memory_allocated() - before, "behind": torch.cuda.memory_allocated() - before}
+    return {
+        "peak": torch.cuda.max_memory_allocated() - before,
+        "behind": torch.cuda.memory_allocated() - before,
+    }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_is_at_most_stocks(ranks, schedule):
     for shared in (False, True):
-        for result in ranks(2)(both, peak, torch.bfloat16, shared, options={"schedule": schedule}, **NCCL):
+        for result in ranks(2)(
+            both, peak, torch.bfloat16, shared, options={"schedule": schedule}, **NCCL
+        ):
             stock, ours = result["stock"], result["patched"]
             # A gradient on its way to the other ranks lives while the weights' are computed.
             on_its_way = 16384 * WIDE["width"] * 2 if schedule != "stock" else 0

@@ -44,7 +44,9 @@ def workspaces(world: int) -> list[Workspace]:
     buffers: dict[int, list[Tensor]] = {}
 
     def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
-        made = buffers.setdefault(size, [torch.full((size,), 255, dtype=torch.uint8) for _ in range(world)])
+        made = buffers.setdefault(
+            size, [torch.full((size,), 255, dtype=torch.uint8) for _ in range(world)]
+        )
         prepare(made[group.rank()])
         return Memory(made[group.rank()], [buffer.data_ptr() for buffer in made])
 
@@ -71,7 +73,11 @@ def stage(workspace: Workspace, x: Tensor, whole: Tensor, cut: Tiles) -> None:
 
 
 def multiply(
-    workspace: Workspace, whole: Tensor, weights: list[Tensor], biases: list[Tensor | None], cut: Tiles
+    workspace: Workspace,
+    whole: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    cut: Tiles,
 ) -> list[Tensor]:
     three, (rows, k) = launch._pad_to_three, whole.shape
     outs = [nothing(rows, len(weight)) for weight in weights]
@@ -84,7 +90,9 @@ def multiply(
     return outs
 
 
-def send(workspace: Workspace, xs: list[Tensor], weights: list[Tensor], bias: Tensor | None, cut: Tiles) -> None:
+def send(
+    workspace: Workspace, xs: list[Tensor], weights: list[Tensor], bias: Tensor | None, cut: Tiles
+) -> None:
     three, m = launch._pad_to_three, len(xs[0]) // workspace.world
     gemm_scatter_kernel[(4,)](
         *three(xs), *three(weights), bias, workspace.peers, workspace.state, workspace.rank, m, len(weights[0]),
@@ -115,7 +123,9 @@ def turned(weights: list[Tensor], transposed: bool) -> list[Tensor]:
 class Problem:
     """Rows and weights of all ranks, and what is to come out."""
 
-    def __init__(self, world: int, m: int, k: int, features: tuple[int, ...], transposed: bool) -> None:
+    def __init__(
+        self, world: int, m: int, k: int, features: tuple[int, ...], transposed: bool
+    ) -> None:
         self.m, self.k = m, k
         self.xs = [drawn(m, k) for _ in range(world)]
         self.weights = [turned([drawn(n, k) for n in features], transposed) for _ in range(world)]
@@ -129,7 +139,10 @@ class Problem:
 
     def term(self, rank: int) -> Tensor:
         pairs, bias = zip(self.inputs[rank], self.backs[rank], strict=True), self.added[rank]
-        return sum((x.float() @ w.float().t() for x, w in pairs), torch.zeros(()) if bias is None else bias.float())
+        return sum(
+            (x.float() @ w.float().t() for x, w in pairs),
+            torch.zeros(()) if bias is None else bias.float(),
+        )
 
 
 def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
@@ -141,7 +154,9 @@ def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
 
 
 def is_sum(problem: Problem, rank: int, out: Tensor) -> bool:
-    return bool(((out.float() - problem.sum[rank * problem.m :][: problem.m]).abs() < 1).all())  # terms are rounded
+    return bool(
+        ((out.float() - problem.sum[rank * problem.m :][: problem.m]).abs() < 1).all()
+    )  # terms are rounded
 
 
 Shape = tuple[int, int, tuple[int, ...]]  # rows of a rank, features in, and out
@@ -165,14 +180,22 @@ def wrong(world: int, shapes: tuple[Shape, ...]) -> list[str]:
         for rank in next(orders):
             stage(spaces[rank], problem.xs[rank], problem.wholes[rank], cut)
         for rank in next(orders):
-            outs = multiply(spaces[rank], problem.wholes[rank], problem.weights[rank], problem.biases[rank], cut)
+            outs = multiply(
+                spaces[rank], problem.wholes[rank], problem.weights[rank], problem.biases[rank], cut
+            )
             if not is_gathered(problem, rank, outs):
                 found.append(f"gathered on rank {rank}: {name}")
         for rank in next(orders):
             if rank == 0 and i % 3 == 0:
                 send_as_is(spaces[rank], problem.term(rank).half())
             else:
-                send(spaces[rank], problem.inputs[rank], problem.backs[rank], problem.added[rank], cut)
+                send(
+                    spaces[rank],
+                    problem.inputs[rank],
+                    problem.backs[rank],
+                    problem.added[rank],
+                    cut,
+                )
         for rank in next(orders):
             if not is_sum(problem, rank, add_up(spaces[rank], m, k)):
                 found.append(f"summed on rank {rank}: {name}")
@@ -189,16 +212,22 @@ def ahead(world: int) -> list[str]:
     for space, x, whole in zip(spaces, first.xs, first.wholes, strict=True):
         stage(space, x, whole, SMALL)
     for rank in range(world):
-        outs = multiply(spaces[rank], first.wholes[rank], first.weights[rank], first.biases[rank], SMALL)
+        outs = multiply(
+            spaces[rank], first.wholes[rank], first.weights[rank], first.biases[rank], SMALL
+        )
         found += [] if is_gathered(first, rank, outs) else [f"first on rank {rank}"]
         # the ranks behind this one still have to fetch what it laid out before
         stage(spaces[rank], second.xs[rank], second.wholes[rank], SMALL)
     for rank in reversed(range(world)):
-        outs = multiply(spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL)
+        outs = multiply(
+            spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL
+        )
         found += [] if is_gathered(second, rank, outs) else [f"second on rank {rank}"]
         send(spaces[rank], second.inputs[rank], second.backs[rank], second.added[rank], SMALL)
     for rank in range(world):
-        found += [] if is_sum(second, rank, add_up(spaces[rank], 20, 24)) else [f"third on rank {rank}"]
+        found += (
+            [] if is_sum(second, rank, add_up(spaces[rank], 20, 24)) else [f"third on rank {rank}"]
+        )
     return found
 
 

@@ -26,7 +26,13 @@ def compiled(kernel: Any, constants: dict[str, Any], tiles: Tiles) -> Any:
         "arrived": "*i32",
         **dict.fromkeys((*ALIGNED, "rank", "m", "pullers"), "i32"),
     }
-    cut = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": tiles.group, "SPLIT": tiles.split}
+    cut = {
+        "BM": tiles.rows,
+        "BN": tiles.columns,
+        "BK": tiles.depth,
+        "GROUP": tiles.group,
+        "SPLIT": tiles.split,
+    }
     fixed = {**cut, **constants, "WORLD": 8}
     signature = {name: "constexpr" if name in fixed else types.get(name, "*bf16") for name in names}
     aligned = [name for name in names if name in ALIGNED or signature[name].startswith("*")]
@@ -44,12 +50,21 @@ def absent(*prefixes: str, count: int) -> dict[str, None]:
     return {f"{prefix}{i}": None for prefix in prefixes for i in range(count, 3)}
 
 
-CUTS = {"as chosen": Tiles(), "narrow": Tiles(columns=128, stages=4), "in halves": Tiles(split=True, stages=4)}
+CUTS = {
+    "as chosen": Tiles(),
+    "narrow": Tiles(columns=128, stages=4),
+    "in halves": Tiles(split=True, stages=4),
+}
 
 
 #: With three products the kernels need most; that one compiles is no question of its tiles.
 RUNS = [
-    pytest.param(count, tiles, id=f"{count}-{name}", marks=[RARELY] if count == 1 and name != "as chosen" else [])
+    pytest.param(
+        count,
+        tiles,
+        id=f"{count}-{name}",
+        marks=[RARELY] if count == 1 and name != "as chosen" else [],
+    )
     for name, tiles in CUTS.items()
     for count in (1, 3)
 ]
@@ -60,7 +75,9 @@ def test_kernels_fit_and_are_asynchronous(count, tiles, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pulled = {"COUNT": count, "KN": False, "PC": tiles.width}
     gather = compiled(gather_gemm_kernel, pulled | absent("w", "bias", "out", count=count), tiles)
-    scatter = compiled(gemm_scatter_kernel, {"COUNT": count, "KN": True} | absent("x", "w", count=count), tiles)
+    scatter = compiled(
+        gemm_scatter_kernel, {"COUNT": count, "KN": True} | absent("x", "w", count=count), tiles
+    )
     for kernel in (gather, scatter):
         assert kernel.metadata.shared <= SHARED
         assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -68,4 +85,6 @@ def test_kernels_fit_and_are_asynchronous(count, tiles, tmp_path, monkeypatch):
     rows = gather.asm["ptx"]
     assert "ld.global.v4" in rows, "rows are fetched by 16 bytes a thread"
     assert "fence.proxy.async.global" in rows
-    assert "cp.async.bulk.wait_group 0" in scatter.asm["ptx"], "tiles have to be there before they are signalled"
+    assert "cp.async.bulk.wait_group 0" in scatter.asm["ptx"], (
+        "tiles have to be there before they are signalled"
+    )

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, device, mesh, whole
@@ -24,7 +28,9 @@ Wrapping = Callable[[nn.Module], None]
 
 
 def tokens(step: int, batch: int, length: int) -> Tensor:
-    return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(step)).to(device())
+    return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(step)).to(
+        device()
+    )
 
 
 def llama(
@@ -58,7 +64,10 @@ def llama(
             with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
                 logits = model(given)
             with loss_parallel() if losses_cut else contextlib.nullcontext():
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), given.roll(-1, 1).flatten()) / micro
+                loss = (
+                    nn.functional.cross_entropy(logits.flatten(0, 1), given.roll(-1, 1).flatten())
+                    / micro
+                )
                 loss.backward()
             total += whole(loss)
         return total, {}
@@ -77,14 +86,20 @@ def wrap_checkpoints(model: Llama, kind: str) -> None:
     }
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in policies[kind] else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if op in policies[kind]
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     for layer in model.layers if kind else ():
         options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
         if kind in policies:
             options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
         forward = layer.forward
-        layer.forward = lambda x, forward=forward, options=options: checkpoint(forward, x, **options)
+        layer.forward = lambda x, forward=forward, options=options: checkpoint(
+            forward, x, **options
+        )
 
 
 CASES = {
@@ -94,7 +109,10 @@ CASES = {
     "weights frozen": {"frozen": "weight"},
     "attention frozen": {"frozen": "attention"},
     "microbatches": {"micro": 3},
-    **{kind: {"checkpointing": kind} for kind in ("reentrant", "not reentrant", "products kept", "collectives kept")},
+    **{
+        kind: {"checkpointing": kind}
+        for kind in ("reentrant", "not reentrant", "products kept", "collectives kept")
+    },
 }
 
 
@@ -109,7 +127,8 @@ def linears(result: Record, steps: int = 2, layers: int = 1, local: bool = False
 
 
 @pytest.mark.parametrize(
-    ("world", "local", "schedule"), [*((2, False, name) for name in SCHEDULES), (4, True, "ring"), (4, True, "chunk")]
+    ("world", "local", "schedule"),
+    [*((2, False, name) for name in SCHEDULES), (4, True, "ring"), (4, True, "chunk")],
 )
 def test_all_schedules(ranks, world, local, schedule):
     for result in ranks(world)(both, llama, local=local, options={"schedule": schedule}):
@@ -126,7 +145,11 @@ def check(results: list[Record]) -> None:
     "schedule", ["bulk", "chunk", *(pytest.param(name, marks=RARELY) for name in ("stock", "ring"))]
 )
 def test_inputs_gathered_anew(ranks, schedule):
-    more = ("not reentrant", "attention frozen", "microbatches") if schedule != "bulk" or ALL_CASES else ()
+    more = (
+        ("not reentrant", "attention frozen", "microbatches")
+        if schedule != "bulk" or ALL_CASES
+        else ()
+    )
     cases = {"": {}, **{name: CASES[name] for name in more}}
     options = {"schedule": schedule, "regather": True}
     results = ranks(2)(all_both, llama, cases, options=options, timeout=120)
@@ -145,7 +168,9 @@ def test_gathers_for_several_left_to_stock(ranks, local):
 
 def test_steps_against_one_process(ranks):
     alone = ranks(2)(llama, tp=False, steps=5, layers=2)
-    for single, result in zip(alone, ranks(2)(both, llama, steps=5, layers=2, gathered=True), strict=True):
+    for single, result in zip(
+        alone, ranks(2)(both, llama, steps=5, layers=2, gathered=True), strict=True
+    ):
         equal(result["stock"], result["patched"])
         equal(single, result["patched"], ("loss", "norm", "grad", "param"), 1e-9)
         linears(result, 5, 2)
@@ -153,7 +178,11 @@ def test_steps_against_one_process(ranks):
 
 @pytest.mark.parametrize("schedule", ["bulk", "chunk"])
 def test_cases(ranks, schedule):
-    cases = CASES if schedule == "bulk" else {name: CASES[name] for name in ("reentrant", "not reentrant")}
+    cases = (
+        CASES
+        if schedule == "bulk"
+        else {name: CASES[name] for name in ("reentrant", "not reentrant")}
+    )
     results = ranks(2)(all_both, llama, cases, options={"schedule": schedule}, timeout=120)
     check_all(results, check=check)
     for result in results:
@@ -172,7 +201,11 @@ def test_features_that_do_not_divide_are_left_to_stock(ranks):
 
 
 def uneven() -> list[Record]:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     from tests.plugins.tp_linear.models import MLP
 
@@ -197,7 +230,10 @@ def test_autocast_rounds_no_worse_than_stock(ranks):
         linears(result, 1)
         grads = {arm: result[arm][0]["grad"] for arm in ("stock", "patched")}
         error = {
-            arm: sum(float((found[name].double() - single[0]["grad"][name]).square().sum()) for name in found)
+            arm: sum(
+                float((found[name].double() - single[0]["grad"][name]).square().sum())
+                for name in found
+            )
             for arm, found in grads.items()
         }
         assert 0 < error["patched"] <= 1.1**2 * error["stock"]
@@ -207,7 +243,9 @@ def test_single_precision_by_the_shared_rule(ranks):
     from tests.support.equality import compare
 
     alone = ranks(2)(llama, dtype=torch.float32, tp=False)
-    for single, result in zip(alone, ranks(2)(both, llama, dtype=torch.float32, gathered=True), strict=True):
+    for single, result in zip(
+        alone, ranks(2)(both, llama, dtype=torch.float32, gathered=True), strict=True
+    ):
         keep = ("loss", "norm", "grad")
         stock, ours, other = (
             [{name: step[name] for name in keep} for step in run[:-1]]

@@ -35,25 +35,40 @@ def mlp(
     group = mesh()
     rank, world = group.get_local_rank(), group.size()
     if tp:
-        plan = {"up": ColwiseParallel(input_layouts=given), "down": RowwiseParallel(output_layouts=handed_out)}
+        plan = {
+            "up": ColwiseParallel(input_layouts=given),
+            "down": RowwiseParallel(output_layouts=handed_out),
+        }
         parallelize_module(model, group, plan)
 
     def part(tensor: Tensor, layout: Any) -> Tensor:
-        return tensor.chunk(world, layout.dim)[rank].contiguous() if isinstance(layout, Shard) and tp else tensor
+        return (
+            tensor.chunk(world, layout.dim)[rank].contiguous()
+            if isinstance(layout, Shard) and tp
+            else tensor
+        )
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
-        x, target = draw(*shape, WIDTH, seed=step, dtype=dtype), draw(*shape, WIDTH, seed=100 + step, dtype=dtype)
+        x, target = (
+            draw(*shape, WIDTH, seed=step, dtype=dtype),
+            draw(*shape, WIDTH, seed=100 + step, dtype=dtype),
+        )
         mine = part(x, given).requires_grad_()
         y = model(mine)
         assert y.is_contiguous()
         loss = (y - part(target, handed_out)).square().sum()
         if not tp:  # what this rank would see
-            return loss, {"x": lambda: part_of(mine.grad, given), "y": lambda: part_of(y, handed_out)}
+            return loss, {
+                "x": lambda: part_of(mine.grad, given),
+                "y": lambda: part_of(y, handed_out),
+            }
         return loss, {"x": lambda: whole(mine.grad), "y": lambda: y.detach() * 1.0}
 
     def part_of(tensor: Tensor, layout: Any) -> Tensor:
         tensor = tensor.detach()
-        return tensor.chunk(world, layout.dim)[rank] if isinstance(layout, Shard) else tensor.clone()
+        return (
+            tensor.chunk(world, layout.dim)[rank] if isinstance(layout, Shard) else tensor.clone()
+        )
 
     return trained(model, run, steps, gathered=gathered)
 
@@ -78,14 +93,22 @@ def check(results: list[Record]) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("world", "names"), [(2, tuple(LAYOUTS)), (4, ("second", "replicated, scattered"))])
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, tuple(LAYOUTS)), (4, ("second", "replicated, scattered"))]
+)
 def test_an_mlp(ranks, world, schedule, names):
-    cases = {name: {"layouts": LAYOUTS[name][0], "shape": LAYOUTS[name][1], "bias": name != "second"} for name in names}
+    cases = {
+        name: {"layouts": LAYOUTS[name][0], "shape": LAYOUTS[name][1], "bias": name != "second"}
+        for name in names
+    }
     check_all(ranks(world)(all_both, mlp, cases, options={"schedule": schedule}), check=check)
 
 
 def alone_and_cut() -> dict[str, list[list[Record]]]:
-    return {name: [seeded(mlp, *case, tp=tp, gathered=True) for tp in (False, True)] for name, case in LAYOUTS.items()}
+    return {
+        name: [seeded(mlp, *case, tp=tp, gathered=True) for tp in (False, True)]
+        for name, case in LAYOUTS.items()
+    }
 
 
 def test_stock_is_what_one_process_computes(ranks):

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, check_all, draw, mesh, seen, whole
+from tests.plugins.tp_linear.arms import (
+    SCHEDULES,
+    Record,
+    all_both,
+    check_all,
+    draw,
+    mesh,
+    seen,
+    whole,
+)
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.support.equality import compare
 from tests.support.modes import FORWARD_ONLY, MODES

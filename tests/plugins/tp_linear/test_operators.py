@@ -34,22 +34,33 @@ def shape_of(dim: int, sequence: int, features: int) -> list[int]:
     return [3] * dim + [sequence] + [2] * (1 - dim) + [features]
 
 
-def gathered(case: dict[str, Any], way: dict[str, Any]) -> list[tuple[str, Tensor | None, Tensor | None]]:
+def gathered(
+    case: dict[str, Any], way: dict[str, Any]
+) -> list[tuple[str, Tensor | None, Tensor | None]]:
     """Pairs of what the operator gives and what the whole product gives, by name."""
     world = dist.get_world_size()
     dim, frozen, unused = case.get("dim", 0), case.get("frozen", ()), case.get("unused", ())
     x = leaf(drawn(*shape_of(dim, 4 * world, K), seed=1), "x" not in frozen)
-    weights = [leaf(drawn(N * world, K, seed=10 + i), f"w{i}" not in frozen) for i in range(case.get("weights", 1))]
-    biases = [leaf(drawn(N * world, seed=20 + i)) if case.get("bias") else None for i in range(len(weights))]
+    weights = [
+        leaf(drawn(N * world, K, seed=10 + i), f"w{i}" not in frozen)
+        for i in range(case.get("weights", 1))
+    ]
+    biases = [
+        leaf(drawn(N * world, seed=20 + i)) if case.get("bias") else None
+        for i in range(len(weights))
+    ]
     scales = [drawn(*shape_of(dim, 4 * world, N * world), seed=30 + i) for i in range(len(weights))]
 
     own = leaf(mine(x, dim), x.requires_grad)
     own_weights = [leaf(mine(weight, 0), weight.requires_grad) for weight in weights]
     own_biases = [None if bias is None else leaf(mine(bias, 0)) for bias in biases]
-    outs = all_gather_linear(own, own_weights, dist.group.WORLD, biases=own_biases, dim=case.get("given", dim), **way)
+    outs = all_gather_linear(
+        own, own_weights, dist.group.WORLD, biases=own_biases, dim=case.get("given", dim), **way
+    )
     wholes = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     pairs: list[Any] = [
-        (f"out{i}", out, mine(whole, -1)) for i, (out, whole) in enumerate(zip(outs, wholes, strict=True))
+        (f"out{i}", out, mine(whole, -1))
+        for i, (out, whole) in enumerate(zip(outs, wholes, strict=True))
     ]
     used = [i for i in range(len(weights)) if i not in unused]
     sum((outs[i] * mine(scales[i], -1)).sum() for i in used).backward()
@@ -58,11 +69,15 @@ def gathered(case: dict[str, Any], way: dict[str, Any]) -> list[tuple[str, Tenso
     for kind, ours, theirs in (("w", own_weights, weights), ("b", own_biases, biases)):
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             if one is not None and other is not None:
-                pairs.append((f"{kind}{i}", one.grad, None if other.grad is None else mine(other.grad, 0)))
+                pairs.append(
+                    (f"{kind}{i}", one.grad, None if other.grad is None else mine(other.grad, 0))
+                )
     return pairs
 
 
-def scattered(case: dict[str, Any], way: dict[str, Any]) -> list[tuple[str, Tensor | None, Tensor | None]]:
+def scattered(
+    case: dict[str, Any], way: dict[str, Any]
+) -> list[tuple[str, Tensor | None, Tensor | None]]:
     world = dist.get_world_size()
     dim, frozen = case.get("dim", 0), case.get("frozen", ())
     x = leaf(drawn(*shape_of(dim, 4 * world, K * world), seed=1), "x" not in frozen)
@@ -70,9 +85,14 @@ def scattered(case: dict[str, Any], way: dict[str, Any]) -> list[tuple[str, Tens
     bias = leaf(drawn(N, seed=3)) if case.get("bias") else None
     scale = drawn(*shape_of(dim, 4 * world, N), seed=4)
 
-    own, own_weight = leaf(mine(x, -1), x.requires_grad), leaf(mine(weight, -1), weight.requires_grad)
+    own, own_weight = (
+        leaf(mine(x, -1), x.requires_grad),
+        leaf(mine(weight, -1), weight.requires_grad),
+    )
     own_bias = None if bias is None else leaf(bias)
-    out = linear_reduce_scatter(own, own_weight, dist.group.WORLD, bias=own_bias, dim=case.get("given", dim), **way)
+    out = linear_reduce_scatter(
+        own, own_weight, dist.group.WORLD, bias=own_bias, dim=case.get("given", dim), **way
+    )
     whole = linear(x, weight, bias)
     (out * mine(scale, dim)).sum().backward()
     (whole * scale).sum().backward()

@@ -23,14 +23,22 @@ from ovpatch.overlap.kernels.symmetric_memory import Memory, Scratch, Workspace
 from ovpatch.overlap.tensor_parallel import triton_launch as launch
 from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 
-KERNELS = ("stage_kernel", "gather_gemm_kernel", "gemm_scatter_kernel", "scatter_kernel", "reduce_kernel")
+KERNELS = (
+    "stage_kernel",
+    "gather_gemm_kernel",
+    "gemm_scatter_kernel",
+    "scatter_kernel",
+    "reduce_kernel",
+)
 CPU = torch.device("cpu")
 
 
 @functools.cache
 def binder(kernel: Any) -> Callable[..., Any]:
     """Triton's own: it tells for what of its arguments a kernel is compiled."""
-    return create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    return create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
 
 
 class Watched:
@@ -56,14 +64,18 @@ class Compiled:
         def run(*args: Any) -> None:
             kernel = self.of.kernel
             assert binder(kernel)(*args)[1] == self.compiled_for[0]
-            self.of.log.append((kernel.__name__, grid, described(args), self.compiled_for, "as before"))
+            self.of.log.append(
+                (kernel.__name__, grid, described(args), self.compiled_for, "as before")
+            )
 
         return run
 
 
 def described(args: tuple[Any, ...]) -> list[Any]:
     """What has to be the same for a launch to do the same."""
-    return [(arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+    return [
+        (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args
+    ]
 
 
 class Group:
@@ -88,7 +100,9 @@ def log(monkeypatch):
     found: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
-    monkeypatch.setattr(prepared, "_get_address", lambda tensor: tensor)  # whose type could not be seen
+    monkeypatch.setattr(
+        prepared, "_get_address", lambda tensor: tensor
+    )  # whose type could not be seen
     return found
 
 
@@ -108,23 +122,45 @@ def bias(n: int, kind: int, dtype: torch.dtype) -> Tensor | None:
 MS, KS, COUNTS, DTYPES = (1, 2, 3, 16, 48), (8, 16), (1, 2, 3), (torch.bfloat16, torch.float16)
 
 
-def gather(space: Workspace, m: int, k: int, count: int, dtype: torch.dtype, turn: bool, tiles: Tiles | None) -> None:
+def gather(
+    space: Workspace,
+    m: int,
+    k: int,
+    count: int,
+    dtype: torch.dtype,
+    turn: bool,
+    tiles: Tiles | None,
+) -> None:
     weights = [weight(8 * (i + 1), k, turn, dtype) for i in range(count)]
     for kind in range(3):
         launch.gather_linear(
-            space, rows(m, k, dtype), weights, [bias(len(w), kind, dtype) for w in weights], tiles=tiles
+            space,
+            rows(m, k, dtype),
+            weights,
+            [bias(len(w), kind, dtype) for w in weights],
+            tiles=tiles,
         )
     launch.gather_linear(space, rows(m, k, dtype), [], [])
 
 
-def scatter(space: Workspace, m: int, k: int, count: int, dtype: torch.dtype, turn: bool, tiles: Tiles | None) -> None:
+def scatter(
+    space: Workspace,
+    m: int,
+    k: int,
+    count: int,
+    dtype: torch.dtype,
+    turn: bool,
+    tiles: Tiles | None,
+) -> None:
     xs = [rows(2 * m, 8 * (i + 1), dtype) for i in range(count)]
     weights = [weight(k, x.shape[1], turn, dtype) for x in xs]
     launch.linear_scatter(space, xs, weights, bias(k, count % 3, dtype), tiles=tiles)
     launch.scatter(space, rows(2 * m, k, dtype))
 
 
-def launches(log: list[Any], operator: Any, space: Workspace, case: Any) -> tuple[list[Any], set[str]]:
+def launches(
+    log: list[Any], operator: Any, space: Workspace, case: Any
+) -> tuple[list[Any], set[str]]:
     """What an operator launches, and how."""
     log.clear()
     operator(space, *case)
@@ -177,7 +213,9 @@ def test_tensors_are_launched_again_by_address():
     y = torch.empty(5)
     launched(y, None)
     first, again = kernel.launches
-    assert [arg is wanted for arg, wanted in zip(first, (x, None, state, 7, None), strict=True)] == [True] * 5
+    assert [
+        arg is wanted for arg, wanted in zip(first, (x, None, state, 7, None), strict=True)
+    ] == [True] * 5
     assert again == (y.data_ptr(), None, state.data_ptr(), 7, None)
 
 
@@ -226,7 +264,9 @@ def test_operands_that_do_not_fit_are_refused(log, weights, biases):
     for fits in (None, torch.empty(8, dtype=torch.bfloat16)):
         launch.gather_linear(space, rows(4, 16), [rows(8, 16)], [fits])
     log.clear()
-    with pytest.raises(ValueError, match=r"does not fit .*: give all operands one dtype, and features that match"):
+    with pytest.raises(
+        ValueError, match=r"does not fit .*: give all operands one dtype, and features that match"
+    ):
         launch.gather_linear(space, rows(4, 16), weights, biases)
     assert not log, "no rank may wait for what another one has not launched"
 
@@ -240,7 +280,9 @@ def test_products_that_do_not_fit_are_refused(log):
         with pytest.raises(ValueError, match="does not fit"):
             launch.linear_scatter(workspace(), xs, weights)
     with pytest.raises(ValueError, match=r"a bias .* does not fit"):
-        launch.linear_scatter(workspace(), [rows(8, 16)], [rows(8, 16)], torch.empty(16, dtype=torch.bfloat16))
+        launch.linear_scatter(
+            workspace(), [rows(8, 16)], [rows(8, 16)], torch.empty(16, dtype=torch.bfloat16)
+        )
     assert not log
 
 

@@ -24,7 +24,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_values
 from tests.plugins.ddp.arms import table
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, draw, layout, mesh, whole
+from tests.plugins.tp_linear.arms import (
+    SCHEDULES,
+    Record,
+    both,
+    check_same,
+    draw,
+    layout,
+    mesh,
+    whole,
+)
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.test_contract import PLAN, made
 
@@ -41,7 +50,9 @@ def grads(model: nn.Module) -> dict[str, Any]:
 
 def linear(style: Any, **kwargs: Any) -> nn.Linear:
     torch.manual_seed(0)
-    return parallelize_module(nn.Linear(WIDTH, WIDTH, dtype=kwargs.pop("dtype", DOUBLE), **kwargs), mesh(), style)
+    return parallelize_module(
+        nn.Linear(WIDTH, WIDTH, dtype=kwargs.pop("dtype", DOUBLE), **kwargs), mesh(), style
+    )
 
 
 # ---------------------------------------------------------------- inputs
@@ -61,7 +72,10 @@ def uneven() -> Record:
     parallelize_module(gathered, group, {"": prepare, "0": ColwiseParallel()})
     behind = gathered(torch.distributed.tensor.distribute_tensor(x, group, (Shard(0),)))
     (between.square().sum() + behind.square().sum()).backward()
-    return {"y": [whole(between), whole(behind)], "grads": [grads(up), grads(down), grads(gathered)]}
+    return {
+        "y": [whole(between), whole(behind)],
+        "grads": [grads(up), grads(down), grads(gathered)],
+    }
 
 
 def vectors() -> Record:
@@ -86,7 +100,9 @@ def on_its_way() -> Record:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(48, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DOUBLE)
     plan = {
-        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False),
+        "0": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False
+        ),
         "1": ColwiseParallel(input_layouts=Shard(0)),
     }
     parallelize_module(model, mesh(), plan)
@@ -142,7 +158,11 @@ def weights_on_one_rank(style: Any) -> Record:
         (alone,) = torch.autograd.grad(y.square().sum(), [model.weight], retain_graph=True)
     dist.barrier()
     (y * 2).sum().backward()
-    return {"alone": None if alone is None else alone.to_local(), "x": x.grad, "grads": grads(model)}
+    return {
+        "alone": None if alone is None else alone.to_local(),
+        "x": x.grad,
+        "grads": grads(model),
+    }
 
 
 # ---------------------------------------------------------------- who watches
@@ -155,7 +175,11 @@ def counted() -> Record:
     prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
     gathered = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE))
     parallelize_module(gathered, mesh(), {"": prepare, "0": ColwiseParallel()})
-    hook = gathered[0].register_full_backward_hook(lambda *args: None) if dist.get_rank() == 0 else None
+    hook = (
+        gathered[0].register_full_backward_hook(lambda *args: None)
+        if dist.get_rank() == 0
+        else None
+    )
     (gathered(x).square().sum()).backward()
     flops = 0
     if dist.get_rank() == 0:
@@ -166,7 +190,12 @@ def counted() -> Record:
     else:
         model(x).square().sum().backward()
         gathered(x).square().sum().backward()
-    return {"x": x.grad, "grads": [grads(model), grads(gathered)], "counted": flops > 0, "hook": hook is not None}
+    return {
+        "x": x.grad,
+        "grads": [grads(model), grads(gathered)],
+        "counted": flops > 0,
+        "hook": hook is not None,
+    }
 
 
 # ---------------------------------------------------------------- functions and hooks
@@ -204,14 +233,21 @@ def ordered() -> list[list[str]]:
 def test_hooks_are_where_they_were(ranks):
     for while_on, after in ranks(2)(ordered):
         assert [line.split(" torch")[0] for line in while_on] == ["in front", "before", "behind"]
-        assert [line.split(" torch")[0] for line in after] == ["in front", "before", "behind", "later"]
+        assert [line.split(" torch")[0] for line in after] == [
+            "in front",
+            "before",
+            "behind",
+            "later",
+        ]
 
 
 def seen_by_hooks() -> list[str]:
     model, found = MLP().double(), []
     parallelize_module(model, mesh(), PLAN)
     for prepend in (True, False):
-        model.up.register_forward_pre_hook(lambda m, args: found.append(type(args[0]).__name__), prepend=prepend)
+        model.up.register_forward_pre_hook(
+            lambda m, args: found.append(type(args[0]).__name__), prepend=prepend
+        )
     with ovpatch.applied("tp_linear"):
         pass
     model(rows())
@@ -245,7 +281,10 @@ def late() -> dict[str, Any]:
 def test_late_apply_with_foreign_hooks_and_classes(ranks):
     for result in ranks(2)(late):
         assert result["state"] == "applied"
-        assert "is a FSDPLinear now; it stays stock: move the line ovpatch.apply()" in result["remarks"]
+        assert (
+            "is a FSDPLinear now; it stays stock: move the line ovpatch.apply()"
+            in result["remarks"]
+        )
 
 
 def kept_after_revert() -> list[int]:
@@ -292,7 +331,9 @@ def added_in_place(kind: str) -> Any:
         up = ColwiseParallel(input_layouts=Shard(0))
         down = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
         model = parallelize_module(
-            Sum().to(DOUBLE), mesh(), {"norm": SequenceParallel(sequence_dim=0), "up": up, "down": down}
+            Sum().to(DOUBLE),
+            mesh(),
+            {"norm": SequenceParallel(sequence_dim=0), "up": up, "down": down},
         )
         y = model(rows())
     else:
@@ -301,7 +342,9 @@ def added_in_place(kind: str) -> Any:
             "features": (RowwiseParallel(), Shard(1)),
         }[kind]
         model = linear(style)
-        x = torch.distributed.tensor.distribute_tensor(draw(4, WIDTH, dtype=DOUBLE), mesh(), (placement,))
+        x = torch.distributed.tensor.distribute_tensor(
+            draw(4, WIDTH, dtype=DOUBLE), mesh(), (placement,)
+        )
         h = x.requires_grad_() * 2
         y = model(h)
         with torch.no_grad():
@@ -325,7 +368,9 @@ def other_biases() -> list[Any]:
     found: list[Any] = []
     for style, placement in ((ColwiseParallel(), Replicate()), (RowwiseParallel(), Shard(0))):
         model = linear(style, bias=False)
-        bias = torch.distributed.tensor.distribute_tensor(draw(WIDTH, dtype=DOUBLE), mesh(), (placement,))
+        bias = torch.distributed.tensor.distribute_tensor(
+            draw(WIDTH, dtype=DOUBLE), mesh(), (placement,)
+        )
         model.bias = nn.Parameter(bias)
         x = draw(4, WIDTH, dtype=DOUBLE).chunk(2 if placement.is_shard() else 1, -1)
         found.append(whole(model(x[dist.get_rank() % len(x)].contiguous())))
@@ -341,9 +386,13 @@ def groups_made_anew() -> list[bool]:
         store = dist.distributed_c10d._get_default_store()
         world, rank = dist.get_world_size(), dist.get_rank()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), world_size=world, rank=rank)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("anew", store), world_size=world, rank=rank
+        )
         found.append(torch.equal(model(x), first))
-        calls = [call for plan in model._ovpatch_parallel._plans.values() for call in plan.calls.values()]
+        calls = [
+            call for plan in model._ovpatch_parallel._plans.values() for call in plan.calls.values()
+        ]
         found += [call.ranks.group is dist.group.WORLD for call in calls]
     return found
 
@@ -383,7 +432,11 @@ def test_backwards_on_one_rank_alone_and_dtensors_that_are_added_to(ranks, sched
         "gathered": {"style": ColwiseParallel(input_layouts=Shard(0))},
         "replicated": {"style": ColwiseParallel()},
     }
-    cases = {backward_on_one_rank: {}, weights_on_one_rank: (styles, {}), added_in_place: (table(kind=["sum"]), {})}
+    cases = {
+        backward_on_one_rank: {},
+        weights_on_one_rank: (styles, {}),
+        added_in_place: (table(kind=["sum"]), {}),
+    }
     check_same(ranks(2), cases, options={"schedule": schedule})
 
 

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,15 +47,23 @@ class Two(nn.Module):
 
 
 def parallel(
-    body: Forward, *, local: bool = False, second: tuple[int, torch.dtype] | None = None, dtype: Any = torch.float32
+    body: Forward,
+    *,
+    local: bool = False,
+    second: tuple[int, torch.dtype] | None = None,
+    dtype: Any = torch.float32,
 ) -> Two:
     """Return two linears behind one gather; ``second`` is what the second one takes, where that is something else."""
     torch.manual_seed(0)
     model = Two(body, second and nn.Linear(second[0], WIDTH)).to(dtype)
     if second:
         model.b.to(second[1])
-    gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local)
-    return parallelize_module(model, mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    gather = PrepareModuleInput(
+        input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local
+    )
+    return parallelize_module(
+        model, mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()}
+    )
 
 
 def both_called(m: Two, x: Any) -> Any:
@@ -188,7 +200,11 @@ CASES: dict[str, dict[str, Any]] = {
         "body": under_inference_mode,
         "locals": (False, True) if HAS_DTENSORS_IN_INFERENCE_MODE else (False,),
     },
-    "other features": {"body": other_features, "second": (WIDTH // 2, torch.float64), "locals": (True,)},
+    "other features": {
+        "body": other_features,
+        "second": (WIDTH // 2, torch.float64),
+        "locals": (True,),
+    },
     "other dtype": {"body": other_dtype, "second": (WIDTH, torch.float32)},
 }
 
@@ -205,7 +221,9 @@ def run(
 ) -> Record:
     model, called = parallel(body, local=local, second=second, dtype=torch.float64), []
     if hook:
-        model.get_submodule(hook).weight.register_hook(lambda grad: called.append(type(grad).__name__))
+        model.get_submodule(hook).weight.register_hook(
+            lambda grad: called.append(type(grad).__name__)
+        )
     if pre_hook:
         model.a.register_forward_pre_hook(halve)
     if parent == "backward":
@@ -223,7 +241,9 @@ def run(
 
 # Products that are computed ahead, and that the forward does not ask for.
 UNUSED = {"one is not called": 1, "with another input": 1, "without gradients": 2}
-UNSEEN = ("a weight, by its data",)  # where products are computed ahead: no version tells; see README.md
+UNSEEN = (
+    "a weight, by its data",
+)  # where products are computed ahead: no version tells; see README.md
 
 
 def require_equal(results: list[Record]) -> None:
@@ -253,7 +273,11 @@ def test_products_are_handed_out_in_the_plain_case(ranks, local):
     for result in ranks(2)(both, run, both_called, local):
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
         assert result["counters"]["calls"] == 2
-        assert result["counters"]["shared_calls"] == result["counters"]["gathers"] * 2 == (0 if local else 2)
+        assert (
+            result["counters"]["shared_calls"]
+            == result["counters"]["gathers"] * 2
+            == (0 if local else 2)
+        )
 
 
 def too_late(m: Two, x: Any) -> Any:
@@ -306,7 +330,11 @@ def computed_before_each_call(locally: bool) -> list[Tensor]:
     raw = model.a._parameters.pop("weight")
 
     def computed() -> DTensor:
-        return DTensor.from_local(raw.to_local().exp(), raw.device_mesh, raw.placements) if locally else raw.exp()
+        return (
+            DTensor.from_local(raw.to_local().exp(), raw.device_mesh, raw.placements)
+            if locally
+            else raw.exp()
+        )
 
     model.a.weight = computed()
     model.a.register_forward_pre_hook(lambda linear, args: setattr(linear, "weight", computed()))
@@ -317,7 +345,9 @@ def computed_before_each_call(locally: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize(("schedule", "locally"), [("bulk", False), ("chunk", True)])
 def test_a_weight_that_each_call_computes_anew(ranks, schedule, locally):
-    for result in ranks(2)(both, computed_before_each_call, locally, options={"schedule": schedule}):
+    for result in ranks(2)(
+        both, computed_before_each_call, locally, options={"schedule": schedule}
+    ):
         compare(result["stock"], result["patched"], floor=1e-5).assert_equal()
         assert (result["counters"]["calls"], result["counters"]["shared_calls"]) == (4, 2)
 
@@ -417,7 +447,9 @@ def watched(watch: Any, body: Forward, frozen: str, needs_grad: bool) -> Record:
 @pytest.mark.parametrize("regather", [True, False])
 def test_one_rank_alone_may_watch(ranks, schedule, regather):
     bodies = [both_called, *OTHER_READERS, read_by_others_alone]
-    cases = table(watch=WATCHES, body=bodies, frozen=["", "a", "b"] if regather else ["ab"], needs_grad=[True])
+    cases = table(
+        watch=WATCHES, body=bodies, frozen=["", "a", "b"] if regather else ["ab"], needs_grad=[True]
+    )
     if regather:
         cases |= table(watch=WATCHES, body=bodies, frozen=[""], needs_grad=[False])
     if schedule != "bulk" and not ALL_CASES:  # who watches is found out before a schedule computes
@@ -429,7 +461,9 @@ def test_one_rank_alone_may_watch(ranks, schedule, regather):
 def frozen_output() -> list[bool]:
     """Whether outputs of a frozen linear and of another one need gradients, where the input needs none."""
     found: list[bool] = []
-    model = parallel(lambda m, x: found.extend((m.a(x).requires_grad, m.b(x).requires_grad, x.requires_grad)))
+    model = parallel(
+        lambda m, x: found.extend((m.a(x).requires_grad, m.b(x).requires_grad, x.requires_grad))
+    )
     model.a.requires_grad_(False)
     model(draw(3, WIDTH, seed=1))
     return found

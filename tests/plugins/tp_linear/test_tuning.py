@@ -10,7 +10,9 @@ PROGRAMS = 132  # of an H200
 
 
 def test_more_programs_fetch_where_there_is_less_to_multiply():
-    wide, narrow, none = (gather_tiles(1024, 4096, [n] * (n > 0), 2, 8, PROGRAMS).pullers for n in (7168, 1792, 0))
+    wide, narrow, none = (
+        gather_tiles(1024, 4096, [n] * (n > 0), 2, 8, PROGRAMS).pullers for n in (7168, 1792, 0)
+    )
     assert wide < narrow < none < PROGRAMS / 2
 
 

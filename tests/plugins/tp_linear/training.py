@@ -15,7 +15,9 @@ def trained(
 ) -> list[Record]:
     """Train with AdamW and clipping; ``run(step)`` returns the loss of a step, and what else is to be seen; and has
     run backward, if we must not. For ``gathered`` see :func:`tests.plugins.tp_linear.arms.seen`."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], 0.01, foreach=False
+    )
     records = []
     for step in range(steps):
         loss, more = run(step)
@@ -29,7 +31,9 @@ def trained(
     return [*records, seen(model, gathered=gathered)]
 
 
-def equal(expected: list[Record], found: list[Record], names: tuple[str, ...] = (), floor: float = 1e-11) -> None:
+def equal(
+    expected: list[Record], found: list[Record], names: tuple[str, ...] = (), floor: float = 1e-11
+) -> None:
     """Hold two runs in float64 against each other; the order of sums may differ."""
     keep = [{n: v for n, v in record.items() if not names or n in names} for record in expected]
     other = [{n: v for n, v in record.items() if not names or n in names} for record in found]

@@ -25,7 +25,14 @@ hook = DDPCommunicationHookType.FP16 if args.comm_hook else DDPCommunicationHook
 kwargs = DistributedDataParallelKwargs(comm_hook=hook)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[kwargs])
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.Dropout(0.1), nn.ReLU(), nn.Linear(600, 4))
+model = nn.Sequential(
+    nn.Linear(32, 600),
+    nn.ReLU(),
+    nn.Linear(600, 600),
+    nn.Dropout(0.1),
+    nn.ReLU(),
+    nn.Linear(600, 4),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(4, (64,))), batch_size=8)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
@@ -51,8 +58,18 @@ for epoch in range(first_epoch, 2):
 accelerator.wait_for_everyone()
 if accelerator.is_main_process:
     accelerator.save({"model": accelerator.unwrap_model(model).state_dict()}, args.out / "model.pt")
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-frames = [[metric.co_name, metric.recompile_reason is not None] for metric in get_compilation_metrics()]
-log = {"losses": losses, "norms": norms, "parameters": digest, "class": type(model).__name__, "frames": frames}
+digest = hashlib.sha256(
+    b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+).hexdigest()
+frames = [
+    [metric.co_name, metric.recompile_reason is not None] for metric in get_compilation_metrics()
+]
+log = {
+    "losses": losses,
+    "norms": norms,
+    "parameters": digest,
+    "class": type(model).__name__,
+    "frames": frames,
+}
 (args.out / f"rank{accelerator.process_index}.json").write_text(json.dumps(log))
 accelerator.end_training()

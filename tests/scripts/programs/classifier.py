@@ -22,13 +22,19 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 class ConvNorm(nn.Sequential):
     def __init__(self, inp, out, stride=2):
-        super().__init__(nn.Conv2d(inp, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU(inplace=True))
+        super().__init__(
+            nn.Conv2d(inp, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+        )
 
 
 class ConvNet(nn.Module):
     def __init__(self, num_classes=10):
         super().__init__()
-        self.features = nn.Sequential(ConvNorm(3, 32), ConvNorm(32, 128), ConvNorm(128, 256), ConvNorm(256, 256, 1))
+        self.features = nn.Sequential(
+            ConvNorm(3, 32), ConvNorm(32, 128), ConvNorm(128, 256), ConvNorm(256, 256, 1)
+        )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.dropout = nn.Dropout(0.1)
         self.fc = nn.Linear(256, num_classes)
@@ -46,7 +52,9 @@ class ModelEma:
 
     @torch.no_grad()
     def update(self, model):
-        for ema_v, model_v in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+        for ema_v, model_v in zip(
+            self.module.state_dict().values(), model.state_dict().values(), strict=True
+        ):
             ema_v.copy_(self.decay * ema_v + (1.0 - self.decay) * model_v)
 
 
@@ -84,7 +92,10 @@ def train_one_epoch(model, criterion, optimizer, loader, args, averages, scaler)
     model.train()
     losses, norms = [], []
     for i, (image, target) in enumerate(loader):
-        image, target = image.to(args.device, memory_format=torch.channels_last), target.to(args.device)
+        image, target = (
+            image.to(args.device, memory_format=torch.channels_last),
+            target.to(args.device),
+        )
         with torch.autocast(args.device.type, enabled=scaler is not None):
             output = model(image)
             loss = criterion(output, target)
@@ -137,28 +148,41 @@ def main(args):
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     norm_classes = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
     norms = [p for m in model.modules() if isinstance(m, norm_classes) for p in m.parameters()]
-    others = [p for m in model.modules() if not isinstance(m, norm_classes) for p in m.parameters(recurse=False)]
+    others = [
+        p
+        for m in model.modules()
+        if not isinstance(m, norm_classes)
+        for p in m.parameters(recurse=False)
+    ]
     groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": 1e-4}]
     optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
     scaler = torch.amp.GradScaler(args.device.type) if args.amp else None
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
-    lr_scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
+    lr_scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [warmup, cosine], milestones=[1]
+    )
 
     ema_before = ModelEma(model, decay=0.9)
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[args.gpu] if args.device.type == "cuda" else None)
+    model = nn.parallel.DistributedDataParallel(
+        model, device_ids=[args.gpu] if args.device.type == "cuda" else None
+    )
     model_without_ddp = model.module
     ema = AveragedModel(model_without_ddp, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
     log = {"losses": [], "norms": [], "test": [], "ema": []}
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        losses, norms = train_one_epoch(model, criterion, optimizer, loader, args, (ema_before, ema), scaler)
+        losses, norms = train_one_epoch(
+            model, criterion, optimizer, loader, args, (ema_before, ema), scaler
+        )
         lr_scheduler.step()
         log["losses"] += losses
         log["norms"] += norms
         log["test"].append(evaluate(model, criterion, loader_test, args.device))
-        log["ema"].append([evaluate(m, criterion, loader_test, args.device) for m in (ema_before.module, ema)])
+        log["ema"].append(
+            [evaluate(m, criterion, loader_test, args.device) for m in (ema_before.module, ema)]
+        )
         checkpoint = {
             "model": model_without_ddp.state_dict(),
             "wrapper": model.state_dict(),
@@ -173,7 +197,9 @@ def main(args):
             torch.save(checkpoint, args.output_dir / f"model_{epoch}.pt")
         print(f"epoch {epoch}: loss {losses[-1]:.4f}, lr {lr_scheduler.get_last_lr()}")
     dist.barrier()
-    digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
+    digest = hashlib.sha256(
+        b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    )
     log |= {"parameters": digest.hexdigest(), "device": args.device.type}
     (args.output_dir / f"rank{args.rank}.json").write_text(json.dumps(log))
     dist.destroy_process_group()

@@ -47,7 +47,11 @@ class Engine(nn.Module):
             self._flush()
             for work, flat, params in self.handles:
                 work.wait()
-                for p, part in zip(params, flat.div_(self.world_size).split([p.numel() for p in params]), strict=True):
+                for p, part in zip(
+                    params,
+                    flat.div_(self.world_size).split([p.numel() for p in params]),
+                    strict=True,
+                ):
                     p.grad.copy_(part.view_as(p))
             self.handles.clear()
 
@@ -56,7 +60,10 @@ class Engine(nn.Module):
         if self.micro_steps % self.gradient_accumulation_steps:
             return
         grads = torch.zeros_like(self.flat)
-        torch.cat([p.grad.flatten() for p in self.params], out=grads[: sum(p.numel() for p in self.params)])
+        torch.cat(
+            [p.grad.flatten() for p in self.params],
+            out=grads[: sum(p.numel() for p in self.params)],
+        )
         self.norm = grads.norm().item()
         self.master.grad = grads.chunk(self.world_size)[self.rank].clone()
         self.optimizer.step()
@@ -89,7 +96,9 @@ out = Path(sys.argv[1])
 dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 torch.manual_seed(rank)
-net = nn.Sequential(nn.Linear(64, 400), nn.GELU(), nn.Linear(400, 400), nn.LayerNorm(400), nn.Linear(400, 8))
+net = nn.Sequential(
+    nn.Linear(64, 400), nn.GELU(), nn.Linear(400, 400), nn.LayerNorm(400), nn.Linear(400, 8)
+)
 model_engine = Engine(net, lr=1e-2, gradient_accumulation_steps=2)
 log = {"losses": [], "norms": []}
 for _ in range(6):

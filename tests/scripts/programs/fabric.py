@@ -14,7 +14,14 @@ out = Path(sys.argv[1])
 fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
 fabric.launch()
 fabric.seed_everything(1, verbose=False)
-model = nn.Sequential(nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.Dropout(0.1), nn.ReLU(), nn.Linear(600, 4))
+model = nn.Sequential(
+    nn.Linear(32, 600),
+    nn.ReLU(),
+    nn.Linear(600, 600),
+    nn.Dropout(0.1),
+    nn.ReLU(),
+    nn.Linear(600, 4),
+)
 loader = DataLoader(TensorDataset(torch.randn(64, 32), torch.randint(4, (64,))), batch_size=8)
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 loader = fabric.setup_dataloaders(loader)
@@ -31,7 +38,11 @@ for epoch in range(2):
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    fabric.save(out / f"epoch{epoch + 1}.pt", {"model": model, "optimizer": optimizer, "epoch": epoch})
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    fabric.save(
+        out / f"epoch{epoch + 1}.pt", {"model": model, "optimizer": optimizer, "epoch": epoch}
+    )
+digest = hashlib.sha256(
+    b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+).hexdigest()
 log = {"losses": losses, "norms": norms, "parameters": digest}
 (out / f"rank{fabric.global_rank}.json").write_text(json.dumps(log))

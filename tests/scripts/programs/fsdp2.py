@@ -42,7 +42,9 @@ def train(parallelize):
         loss.backward()
         log["losses"].append(loss.item())
         if step % 2 == 1:
-            log["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+            log["norms"].append(
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+            )
             optimizer.step()
             optimizer.zero_grad()
     return log, {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}

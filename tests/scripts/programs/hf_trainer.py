@@ -41,7 +41,9 @@ class SmallDevice(GPT2LMHeadModel):
 
     batches = 0
 
-    def forward(self, input_ids=None, labels=None, **kwargs):  # the Trainer feeds what the signature names
+    def forward(
+        self, input_ids=None, labels=None, **kwargs
+    ):  # the Trainer feeds what the signature names
         outputs = super().forward(input_ids, labels=labels, output_hidden_states=True, **kwargs)
         if self.training:
             self.batches += 1
@@ -56,17 +58,34 @@ def main():
     parser.add_argument("--resume")
     parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--auto-find-batch-size", action="store_true", help="the first attempt runs out of memory")
-    parser.add_argument("--torch-compile", action="store_true", help="a Llama, which makes modules in its forward")
+    parser.add_argument(
+        "--auto-find-batch-size", action="store_true", help="the first attempt runs out of memory"
+    )
+    parser.add_argument(
+        "--torch-compile", action="store_true", help="a Llama, which makes modules in its forward"
+    )
     options = parser.parse_args()
 
     set_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=16, n_embd=128, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=16,
+        n_embd=128,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     compiled = {}
     model = (SmallDevice if options.auto_find_batch_size else GPT2LMHeadModel)(config)
     if options.torch_compile:
         # Llama slices its list of layers, and so makes modules in each forward.
-        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        small = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=16, **small))
         compiled = {"torch_compile": True, "torch_compile_backend": "eager", "bf16": True}
     arguments = TrainingArguments(
@@ -84,15 +103,30 @@ def main():
         use_cpu=True,
         **compiled,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=Lines(160, 1), eval_dataset=Lines(16, 2))
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Lines(160, 1), eval_dataset=Lines(16, 2)
+    )
     trainer.train(resume_from_checkpoint=options.resume)
 
     # What the trainer measured in seconds is not the same twice.
     seconds = ("_runtime", "_per_second", "_time")
-    log = [{k: v for k, v in entry.items() if not k.endswith(seconds)} for entry in trainer.state.log_history]
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    frames = [[metric.co_name, metric.recompile_reason is not None] for metric in get_compilation_metrics()]
-    result = {"log": log, "parameters": digest, "batch_size": trainer._train_batch_size, "frames": frames}
+    log = [
+        {k: v for k, v in entry.items() if not k.endswith(seconds)}
+        for entry in trainer.state.log_history
+    ]
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
+    frames = [
+        [metric.co_name, metric.recompile_reason is not None]
+        for metric in get_compilation_metrics()
+    ]
+    result = {
+        "log": log,
+        "parameters": digest,
+        "batch_size": trainer._train_batch_size,
+        "frames": frames,
+    }
     (options.out / f"rank{arguments.process_index}.json").write_text(json.dumps(result))
 
 

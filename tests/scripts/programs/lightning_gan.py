@@ -16,7 +16,9 @@ class GAN(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 16))
+        self.generator = nn.Sequential(
+            nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 16)
+        )
         self.discriminator = nn.Sequential(nn.Linear(16, 600), nn.LeakyReLU(0.2), nn.Linear(600, 1))
         self.losses = []
 
@@ -65,5 +67,9 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(48, 16)), 8))
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps({"losses": model.losses, "parameters": digest}))
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
+    (out / f"rank{trainer.global_rank}.json").write_text(
+        json.dumps({"losses": model.losses, "parameters": digest})
+    )

@@ -13,9 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
-parser.add_argument("--gradient-checkpointing", action="store_true", help="by reentrant checkpoints")
 parser.add_argument(
-    "--ddp-find-unused-parameters", type=json.loads, help="true or false; by default the Trainer decides"
+    "--gradient-checkpointing", action="store_true", help="by reentrant checkpoints"
+)
+parser.add_argument(
+    "--ddp-find-unused-parameters",
+    type=json.loads,
+    help="true or false; by default the Trainer decides",
 )
 options = parser.parse_args()
 out = options.out
@@ -26,7 +30,9 @@ config = LlamaConfig(
 )  # fmt: skip
 base = LlamaForCausalLM(config)
 weights = {name: value.clone() for name, value in base.state_dict().items()}
-model = get_peft_model(base, LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
+model = get_peft_model(
+    base, LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+)
 
 tokens = torch.randint(256, (64, 16), generator=torch.Generator().manual_seed(1))
 dataset = [{"input_ids": line, "labels": line} for line in tokens]
@@ -36,7 +42,9 @@ arguments = TrainingArguments(
     logging_steps=1,
     learning_rate=1e-2,
     gradient_checkpointing=options.gradient_checkpointing,
-    gradient_checkpointing_kwargs={"use_reentrant": True} if options.gradient_checkpointing else None,
+    gradient_checkpointing_kwargs={"use_reentrant": True}
+    if options.gradient_checkpointing
+    else None,
     ddp_find_unused_parameters=options.ddp_find_unused_parameters,
     report_to="none",
     use_cpu=True,
@@ -54,8 +62,12 @@ again = PeftModel.from_pretrained(base, out / "adapter").eval()
 with torch.no_grad():
     same = torch.equal(again(tokens[:2]).logits, model(tokens[:2]).logits)
 
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+digest = hashlib.sha256(
+    b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+).hexdigest()
+losses = [
+    (entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry
+]
 trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
 log = {"losses": losses, "parameters": digest, "trainable": trainable, "loaded_again": same}
 (out / f"rank{arguments.process_index}.json").write_text(json.dumps(log))

@@ -25,7 +25,11 @@ max_iters, eval_interval, eval_iters = 4, 2, 2
 gradient_accumulation_steps = 2
 batch_size, block_size, vocab_size, n_embd = 4, 16, 96, 192
 weight_decay, learning_rate, grad_clip = 0.1, 1e-3, 1.0
-config_keys = [k for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, bool, str))]
+config_keys = [
+    k
+    for k, v in globals().items()
+    if not k.startswith("_") and isinstance(v, (int, float, bool, str))
+]
 for arg in sys.argv[2:]:
     key, _, val = arg.removeprefix("--").partition("=")
     assert key in config_keys, f"unknown key {key}"
@@ -38,7 +42,9 @@ class GPT(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(vocab_size, n_embd)
         self.wpe = nn.Embedding(block_size, n_embd)
-        self.block = nn.TransformerEncoderLayer(n_embd, 4, 4 * n_embd, dropout=0.1, batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            n_embd, 4, 4 * n_embd, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.ln_f = nn.LayerNorm(n_embd)
         self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
         self.wte.weight = self.lm_head.weight
@@ -47,13 +53,20 @@ class GPT(nn.Module):
         x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
         mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
         logits = self.lm_head(self.ln_f(self.block(x, src_mask=mask, is_causal=True)))
-        loss = F.cross_entropy(logits.view(-1, vocab_size), targets.view(-1)) if targets is not None else None
+        loss = (
+            F.cross_entropy(logits.view(-1, vocab_size), targets.view(-1))
+            if targets is not None
+            else None
+        )
         return logits, loss
 
     def configure_optimizers(self):
         decay = [p for p in self.parameters() if p.dim() >= 2]
         nodecay = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": nodecay, "weight_decay": 0.0}]
+        groups = [
+            {"params": decay, "weight_decay": weight_decay},
+            {"params": nodecay, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 
 
@@ -146,7 +159,9 @@ while iter_num < max_iters:
 
 torch.distributed.barrier()
 log["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-log["parameters"] = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+log["parameters"] = hashlib.sha256(
+    b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+).hexdigest()
 with open(os.path.join(out_dir, f"rank{ddp_rank}.json"), "w") as file:
     json.dump(log, file)
 destroy_process_group()

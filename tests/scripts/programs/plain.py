@@ -33,8 +33,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--resume", type=Path, help="default: the last checkpoint in the output folder")
-    parser.add_argument("--crash", action="store_true", help="rank 1 is killed in the second epoch, once")
+    parser.add_argument(
+        "--resume", type=Path, help="default: the last checkpoint in the output folder"
+    )
+    parser.add_argument(
+        "--crash", action="store_true", help="rank 1 is killed in the second epoch, once"
+    )
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -47,7 +51,9 @@ def main():
     loader = DataLoader(dataset, batch_size=8, sampler=sampler)
     model = DDP(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=args.epochs * len(loader))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-2, total_steps=args.epochs * len(loader)
+    )
     criterion = nn.CrossEntropyLoss()
 
     found = sorted(args.out.glob("epoch*.pt"))
@@ -71,7 +77,12 @@ def main():
             optimizer.step()
             scheduler.step()
             losses.append(loss.item())
-            if args.crash and rank == 1 and epoch == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if (
+                args.crash
+                and rank == 1
+                and epoch == 1
+                and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -80,7 +91,9 @@ def main():
         dist.barrier()
         print(f"rank {rank}, epoch {epoch}: loss {losses[-1]:.4f}\n", end="")
 
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
     log = {"losses": losses, "norms": norms, "parameters": digest, "first_epoch": first_epoch}
     (args.out / f"rank{rank}.json").write_text(json.dumps(log))
     dist.destroy_process_group()

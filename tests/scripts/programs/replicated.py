@@ -27,7 +27,9 @@ def local(tensor):
 
 def train(tensor_parallel):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    model = nn.Sequential(
+        nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8)
+    )
     if tensor_parallel:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     model = replicate(model, device_mesh=mesh["dp"])
@@ -40,10 +42,14 @@ def train(tensor_parallel):
         loss.backward()
         losses.append(loss.item())
         if step % 2 == 1:
-            norms.append(sum(local(p.grad).double().square().sum().item() for p in model.parameters()))
+            norms.append(
+                sum(local(p.grad).double().square().sum().item() for p in model.parameters())
+            )
             optimizer.step()
             optimizer.zero_grad()
-    digest = hashlib.sha256(b"".join(local(p).detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(local(p).detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
     return {"losses": losses, "norms": norms, "parameters": digest}
 
 

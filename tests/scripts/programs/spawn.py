@@ -54,14 +54,20 @@ def train(rank, world_size, port, lr):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    del ddp_model  # stock's reducer can lock up the interpreter when it holds the last reference to the group
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
+    del (
+        ddp_model
+    )  # stock's reducer can lock up the interpreter when it holds the last reference to the group
     cleanup()
     return {"losses": losses, "parameters": digest}
 
 
 def child(rank, world_size, ports, out):
-    rounds = [train(rank, world_size, port, lr) for port, lr in zip(ports, (0.1, 0.05, 0.01), strict=True)]
+    rounds = [
+        train(rank, world_size, port, lr) for port, lr in zip(ports, (0.1, 0.05, 0.01), strict=True)
+    ]
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(rounds))
 
 

@@ -33,7 +33,9 @@ class Fragile(torch.autograd.Function):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 8))
+        self.layers = nn.Sequential(
+            nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 8)
+        )
 
     def forward(self, x, fails):
         return Fragile.apply(self.layers(x), fails)
@@ -57,8 +59,12 @@ def trial(number, bad_batch, port):
             continue
         optimizer.step()
         losses.append(loss.item())
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    del model  # stock's reducer can lock up the interpreter when it holds the last reference to the group
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
+    del (
+        model
+    )  # stock's reducer can lock up the interpreter when it holds the last reference to the group
     dist.destroy_process_group()
     return {"losses": losses, "skipped": skipped, "parameters": digest}
 
@@ -66,6 +72,9 @@ def trial(number, bad_batch, port):
 if __name__ == "__main__":
     out, ports = Path(sys.argv[1]), sys.argv[2:5]
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # a store of our own on each port
-    trials = [trial(number, bad, port) for number, (bad, port) in enumerate(zip([None, 1, 3], ports, strict=True))]
+    trials = [
+        trial(number, bad, port)
+        for number, (bad, port) in enumerate(zip([None, 1, 3], ports, strict=True))
+    ]
     out.mkdir(exist_ok=True)
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(trials))

@@ -46,7 +46,9 @@ class Transformer(nn.Module):
 class OptimizersContainer(torch.optim.Optimizer):
     def __init__(self, model_parts, **kwargs):
         self.optimizers = [torch.optim.AdamW(part.parameters(), **kwargs) for part in model_parts]
-        torch.optim.Optimizer.__init__(self, [p for part in model_parts for p in part.parameters()], kwargs)
+        torch.optim.Optimizer.__init__(
+            self, [p for part in model_parts for p in part.parameters()], kwargs
+        )
 
     def step(self, closure=None):
         for optimizer in self.optimizers:
@@ -83,11 +85,19 @@ def main():
         loss = nn.functional.cross_entropy(pred.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         norms = [nn.utils.clip_grad_norm_(part.parameters(), 1.0) for part in parts]
-        log["norms"].append([(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item() for norm in norms])
+        log["norms"].append(
+            [
+                (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+                for norm in norms
+            ]
+        )
         optimizers.step()
         log["losses"].append(loss.item())
 
-    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+    state = {
+        k: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for k, v in model.state_dict().items()
+    }
     out.mkdir(exist_ok=True)
     if rank == 0:
         torch.save(state, out / "model.pt")

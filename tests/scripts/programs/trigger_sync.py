@@ -12,7 +12,9 @@ from torch import nn
 out = Path(sys.argv[1])
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 4))
+model = nn.Sequential(
+    nn.Linear(32, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 4)
+)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 torch.manual_seed(1 + accelerator.process_index)
 losses, gradients = [], []
@@ -27,7 +29,9 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
     losses.append([first.item(), second.item()])
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+digest = hashlib.sha256(
+    b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+).hexdigest()
 out.mkdir(exist_ok=True)
 log = {"losses": losses, "gradients": gradients, "parameters": digest}
 (out / f"rank{accelerator.process_index}.json").write_text(json.dumps(log))

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def train(rank, out, parameters_as_bucket_view):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    model = nn.Sequential(
+        nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8)
+    )
     ddp_model = DDP(model)
     optimizer = ZeroRedundancyOptimizer(
         ddp_model.parameters(),
@@ -42,7 +44,9 @@ def train(rank, out, parameters_as_bucket_view):
             if rank == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(state, out / f"view{int(parameters_as_bucket_view)}.pt")
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
     return {"losses": losses, "parameters": digest}
 
 

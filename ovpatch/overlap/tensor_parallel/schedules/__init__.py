@@ -45,7 +45,10 @@ def _make_schedule(implementation: str, chunks: int | None) -> Schedule:
 
 @functools.cache
 def _make_auto(implementation: str, chunks: int, anew: bool) -> Schedule:
-    arms = {schedule.name: schedule for schedule in (find_schedule(name, chunks) for name in MEASURED_NAMES)}
+    arms = {
+        schedule.name: schedule
+        for schedule in (find_schedule(name, chunks) for name in MEASURED_NAMES)
+    }
     made: Schedule = _find_class(implementation)(f"auto{chunks}", arms, DEFAULT_SCHEDULE, anew=anew)
     return made
 

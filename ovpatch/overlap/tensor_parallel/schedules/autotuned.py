@@ -12,7 +12,12 @@ from torch import Tensor
 
 from ovpatch.overlap.kernels.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch.overlap.tensor_parallel.schedules.overlapped import Bulk
-from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
+from ovpatch.overlap.tensor_parallel.schedules.stock import (
+    ColumnGrads,
+    Schedule,
+    WeightGrads,
+    compute_weight_grad,
+)
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.settings.settings import cache_dir
 
@@ -61,7 +66,9 @@ def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
 _STEPS: Final = {"gather_linear_backward": ("scattered",)}
 
 
-def _make_call(method: str, ranks: TPGroup, shape: Shape, generator: torch.Generator, anew: bool) -> Call:
+def _make_call(
+    method: str, ranks: TPGroup, shape: Shape, generator: torch.Generator, anew: bool
+) -> Call:
     """Return what calls a method of a schedule on random rows and weights."""
 
     def draw(*sizes: int) -> Tensor:
@@ -71,9 +78,14 @@ def _make_call(method: str, ranks: TPGroup, shape: Shape, generator: torch.Gener
     every, weight = ranks.world * shape.rows, weights[0]
     if method == "gather_linear":
         x = draw(shape.rows, shape.k)
-        return lambda schedule: schedule.gather_linear(ranks, x, weights, [None] * len(weights), True)
+        return lambda schedule: schedule.gather_linear(
+            ranks, x, weights, [None] * len(weights), True
+        )
     if method == "gather_linear_backward":
-        grads, kept = [draw(every, n) for n in shape.features], draw(shape.rows if anew else every, shape.k)
+        grads, kept = (
+            [draw(every, n) for n in shape.features],
+            draw(shape.rows if anew else every, shape.k),
+        )
 
         def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> object:
             return [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
@@ -110,7 +122,12 @@ class Pair(Schedule):
         self.name = f"{forward.name}, {backward.name}"
 
     def gather_linear(
-        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self,
+        ranks: TPGroup,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        needs_whole: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         return self.forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
@@ -125,41 +142,82 @@ class Auto(Bulk):
     ``anew`` inputs are gathered again for the weights' gradients.
     """
 
-    def __init__(self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
-        self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
+    def __init__(
+        self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool
+    ) -> None:
+        self.name, self._candidates, self._default, self._anew = (
+            name,
+            dict(candidates),
+            default,
+            anew,
+        )
         self._known: weakref.WeakKeyDictionary[TPGroup, _Known] = weakref.WeakKeyDictionary()
 
     def choose_for_gather(
-        self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
+        self,
+        ranks: TPGroup,
+        device: torch.device,
+        rows: int,
+        k: int,
+        features: Sequence[int],
+        dtype: torch.dtype,
     ) -> Schedule:
         """Return the schedule of a gather for several linears, by all of them; other arguments as of :class:`Shape`."""
-        return self._chosen(ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype))
+        return self._chosen(
+            ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype)
+        )
 
     def gather_linear(
-        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self,
+        ranks: TPGroup,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        needs_whole: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        shape = Shape("gather_linear", round_rows(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
+        shape = Shape(
+            "gather_linear", round_rows(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype
+        )
         forward = self._chosen(ranks, x.device, shape).forward
         return forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         grad = next(grad for grad in asked.grads if grad is not None)
         rows, weight = len(grad) // ranks.world, asked.weights[0]
-        shape = Shape("gather_linear", round_rows(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
+        shape = Shape(
+            "gather_linear",
+            round_rows(rows),
+            weight.shape[1],
+            tuple(map(len, asked.weights)),
+            weight.dtype,
+        )
         return self._chosen(ranks, grad.device, shape).backward.gather_linear_backward(ranks, asked)
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        shape = Shape("linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype)
+    def linear_scatter(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        shape = Shape(
+            "linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype
+        )
         return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight, bias)
 
     def linear_scatter_backward(
-        self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self,
+        ranks: TPGroup,
+        grad: Tensor,
+        weight: Tensor,
+        weight_grads: WeightGrads | None,
+        needs_input: bool,
     ) -> Tensor | None:
-        shape = Shape("linear_scatter", round_rows(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
+        shape = Shape(
+            "linear_scatter", round_rows(len(grad)), weight.shape[1], (len(weight),), weight.dtype
+        )
         backward = self._chosen(ranks, grad.device, shape).backward
         return backward.linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
 
-    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_reduce(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight, bias)
 
@@ -171,14 +229,17 @@ class Auto(Bulk):
         if found is None:
             tune = get_autotuner(ranks.group, device, "tp_linear", cache_dir()).tune
             forward, backward = (
-                tune(ranks.group, self.make_tuning(ranks, device, shape, way)) for way in ("forward", "backward")
+                tune(ranks.group, self.make_tuning(ranks, device, shape, way))
+                for way in ("forward", "backward")
             )
             found = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
             if forward.final and backward.final:
                 known[key] = found
         return found
 
-    def make_tuning(self, ranks: TPGroup, device: torch.device, shape: Shape, direction: str) -> Tuning:
+    def make_tuning(
+        self, ranks: TPGroup, device: torch.device, shape: Shape, direction: str
+    ) -> Tuning:
         """Return the measurement of the schedules that differ for an operator and a direction, forward or backward."""
         method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
         gathers = self._anew and method == "gather_linear_backward"
@@ -195,5 +256,9 @@ class Auto(Bulk):
         key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
         taken = self._default if self._default in names else names[0]
         total = sum(shape.features)  # inputs, outputs and gradients, with copies, take at most:
-        needs = 3 * (ranks.world * shape.rows * (shape.k + total) + shape.k * total) * shape.dtype.itemsize
+        needs = (
+            3
+            * (ranks.world * shape.rows * (shape.k + total) + shape.k * total)
+            * shape.dtype.itemsize
+        )
         return Tuning(key, names, taken, make, needs, usable)

@@ -36,25 +36,45 @@ class Fused(Bulk):
     ahead = True
     gathers_grad_at_once = False
 
-    def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+    def can_run(
+        self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
+    ) -> bool:
         return find_workspace(ranks, dtype, device, features) is not None
 
     def gather_linear(
-        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self,
+        ranks: TPGroup,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        needs_whole: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         found = _gathered(ranks, x, weights, biases)
-        return super().gather_linear(ranks, x, weights, biases, needs_whole) if found is None else found
+        return (
+            super().gather_linear(ranks, x, weights, biases, needs_whole)
+            if found is None
+            else found
+        )
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_scatter(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         found = _scattered(ranks, [x], [weight], bias)
         return super().linear_scatter(ranks, x, weight, bias) if found is None else found
 
-    def scattered(self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
+    def scattered(
+        self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype
+    ) -> tuple[Tensor, WorkGroup]:
         found = _input_scattered(ranks, asked, dtype)
         return super().scattered(ranks, asked, dtype) if found is None else (found, WorkGroup(()))
 
     def linear_scatter_backward(
-        self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self,
+        ranks: TPGroup,
+        grad: Tensor,
+        weight: Tensor,
+        weight_grads: WeightGrads | None,
+        needs_input: bool,
     ) -> Tensor | None:
         found = _gathered(ranks, grad, [weight.t()], [None]) if needs_input else None
         if found is None:
@@ -121,15 +141,23 @@ def _input_scattered(ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> 
     The linears with gradients, and terms of other readers of a gathered input, may differ between ranks as well. To the
     other ranks, rows that are stored unchanged look like a product.
     """
-    used = [(grad, weight) for grad, weight in zip(asked.grads, asked.weights, strict=True) if grad is not None]
+    used = [
+        (grad, weight)
+        for grad, weight in zip(asked.grads, asked.weights, strict=True)
+        if grad is not None
+    ]
     like = used[0][1] if asked.extra is None else asked.extra
     workspace = find_workspace(ranks, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
     launch = _launch()
-    alike = all(is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used)
+    alike = all(
+        is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used
+    )
     if asked.extra is not None or not alike or len(used) > launch.MOST:
-        found: Tensor | None = launch.scatter(workspace, align_rows(asked.compute_input_grad(dtype)))
+        found: Tensor | None = launch.scatter(
+            workspace, align_rows(asked.compute_input_grad(dtype))
+        )
         return found
     return _scattered(ranks, [grad for grad, _ in used], [weight.t() for _, weight in used])
 
@@ -166,14 +194,19 @@ def find_fused_objection(group: dist.ProcessGroup, kind: str) -> str:
     """Return the reason against the kernels for a group on a kind of device, or "", on all ranks; a collective."""
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return ""
-    return _objection(group, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+    return _objection(
+        group,
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+    )
 
 
 def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
     state = group_state(group)
     if _Objection not in state.values and is_capturing(device):
         return "a graph is captured before any eager call"  # ranks cannot ask each other now
-    return state.get_or_create(_Objection, lambda: _Objection(memory.unsupported_reason(group, device)))
+    return state.get_or_create(
+        _Objection, lambda: _Objection(memory.unsupported_reason(group, device))
+    )
 
 
 def list_objections() -> list[str]:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.collectives import WorkGroup
-from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
+from ovpatch.overlap.tensor_parallel.schedules.stock import (
+    ColumnGrads,
+    Schedule,
+    WeightGrads,
+    linear,
+)
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 _NOTHING: Final = WorkGroup(())  # in flight
@@ -41,7 +46,9 @@ class Bulk(Schedule):
         _wait_in_backward(scattering)
         return result
 
-    def scattered(self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
+    def scattered(
+        self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype
+    ) -> tuple[Tensor, WorkGroup]:
         """Start to add up the input's gradient over the ranks; return where this rank's rows will be, ``[m, k]``."""
         return ranks.reduce_scatter(asked.compute_input_grad(dtype))
 
@@ -74,7 +81,12 @@ class Chunk(Bulk):
         self.name = f"chunk{chunks}"
 
     def gather_linear(
-        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self,
+        ranks: TPGroup,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        needs_whole: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         outs = [x.new_empty((ranks.world * len(x), len(weight))) for weight in weights]
         whole = x.new_empty((ranks.world * len(x), x.shape[1])) if needs_whole else None
@@ -85,7 +97,9 @@ class Chunk(Bulk):
                 _put(out, linear(gathered, weight, bias), rows, ranks.world)
         return outs, whole
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_scatter(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         by_rank = x.view(ranks.world, -1, x.shape[1])
         result = x.new_empty((by_rank.shape[1], len(weight)))
         under_way = []
@@ -98,16 +112,25 @@ class Chunk(Bulk):
         return result
 
     def linear_scatter_backward(
-        self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self,
+        ranks: TPGroup,
+        grad: Tensor,
+        weight: Tensor,
+        weight_grads: WeightGrads | None,
+        needs_input: bool,
     ) -> Tensor | None:
         if not needs_input:
             return super().linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
-        (result,), whole = self.gather_linear(ranks, grad, [weight.t()], [None], weight_grads is not None)
+        (result,), whole = self.gather_linear(
+            ranks, grad, [weight.t()], [None], weight_grads is not None
+        )
         if weight_grads is not None and whole is not None:
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_reduce(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         result = x.new_empty((len(x), len(weight)))
         under_way = []
         for rows in self._cut(len(x)):
@@ -155,32 +178,48 @@ class Ring(Chunk):
         self.name = "ring"
 
     def gather_linear(
-        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self,
+        ranks: TPGroup,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        needs_whole: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         world, rank = ranks.world, ranks.rank
         whole = x.new_empty((world * len(x), x.shape[1]))
         outs = [x.new_empty((len(whole), len(weight))) for weight in weights]
-        by_rank, outs_by_rank = whole.view(world, *x.shape), [out.view(world, len(x), -1) for out in outs]
+        by_rank, outs_by_rank = (
+            whole.view(world, *x.shape),
+            [out.view(world, len(x), -1) for out in outs],
+        )
         by_rank[rank].copy_(x)
         for step in range(world):
             owner = (rank - step) % world
             pending = None
             if step + 1 < world:
-                pending = ranks.exchange(by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world)
+                pending = ranks.exchange(
+                    by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world
+                )
             for out, weight, bias in zip(outs_by_rank, weights, biases, strict=True):
                 linear(by_rank[owner], weight, bias, out=out[owner])
             if pending is not None:
                 pending.wait()
         return outs, whole
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_scatter(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         world, rank = ranks.world, ranks.rank
         by_rank = x.view(world, -1, x.shape[1])
-        terms = x.new_empty((world, by_rank.shape[1], len(weight)))  # by the rank that they come from
+        terms = x.new_empty(
+            (world, by_rank.shape[1], len(weight))
+        )  # by the rank that they come from
         under_way = []
         for step in range(1, world):
             owner, source = (rank + step) % world, (rank - step) % world
-            under_way.append(ranks.exchange(linear(by_rank[owner], weight, bias), owner, terms[source], source))
+            under_way.append(
+                ranks.exchange(linear(by_rank[owner], weight, bias), owner, terms[source], source)
+            )
         linear(by_rank[rank], weight, bias, out=terms[rank])
         for pending in under_way:
             pending.wait()

@@ -21,14 +21,22 @@ GradGather = tuple[Tensor, WorkGroup]
 class ColumnGrads(NamedTuple):
     """The arguments of a backward of linears that read one input."""
 
-    grads: Sequence[Tensor | None]  # gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used
-    kept: Tensor | None  # the input for the weights, if any needs it: ``[M, k]``, or ``[m, k]`` if ``anew``
+    grads: Sequence[
+        Tensor | None
+    ]  # gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used
+    kept: (
+        Tensor | None
+    )  # the input for the weights, if any needs it: ``[M, k]``, or ``[m, k]`` if ``anew``
     weights: Sequence[Tensor]  # the weights, ``[n_i, k]`` each
     weight_grads: WeightGrads | None  # computes the weights' gradients; None if no weight needs one
-    input_dtype: torch.dtype | None  # in which the input's gradient is summed over the ranks, if it needs one
+    input_dtype: (
+        torch.dtype | None
+    )  # in which the input's gradient is summed over the ranks, if it needs one
     extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
     anew: bool = False  # whether the input has to be gathered again for the weights' gradients
-    gather: GradGather | None = None  # the gather of the one output's gradient, if it has been started
+    gather: GradGather | None = (
+        None  # the gather of the one output's gradient, if it has been started
+    )
 
     def compute_input_grad(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's term of the whole input's gradient, ``[M, k]``."""
@@ -42,13 +50,20 @@ class Schedule:
     """
 
     name = "stock"  # the option's value that selects it
-    ahead = False  # whether the products of a gathered input are computed with the gather, to hide it
+    ahead = (
+        False  # whether the products of a gathered input are computed with the gather, to hide it
+    )
     # Whether linear_scatter_backward() gathers the whole gradient first. That is started before what forward kept is
     # asked for: a checkpoint computes it again then, under the gather.
     gathers_grad_at_once = False
 
     def gather_linear(
-        self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
+        self,
+        ranks: TPGroup,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        needs_whole: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the input, and feed it to several linears.
 
@@ -60,7 +75,9 @@ class Schedule:
             outs.append(linear(whole, weight, bias))
         return outs, whole
 
-    def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+    def can_run(
+        self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
+    ) -> bool:
         """Return whether this schedule can run, and not only its substitute; a collective with one result on all ranks.
 
         ``dtype`` is that of the products, ``features`` are the numbers of features of inputs and outputs.
@@ -73,10 +90,14 @@ class Schedule:
         if asked.input_dtype is not None:
             result = ranks.scatter_rows(asked.compute_input_grad(asked.input_dtype))
         if asked.kept is not None and asked.weight_grads is not None:
-            asked.weight_grads(ranks.gather_rows(asked.kept) if asked.anew else asked.kept, asked.grads)
+            asked.weight_grads(
+                ranks.gather_rows(asked.kept) if asked.anew else asked.kept, asked.grads
+            )
         return result
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_scatter(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``.
 
         ``bias``, ``[n]``, is this rank's term of the bias; the ranks' terms are summed as well.
@@ -84,13 +105,20 @@ class Schedule:
         return ranks.scatter_rows(linear(x, weight, bias))
 
     def linear_scatter_backward(
-        self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+        self,
+        ranks: TPGroup,
+        grad: Tensor,
+        weight: Tensor,
+        weight_grads: WeightGrads | None,
+        needs_input: bool,
     ) -> Tensor | None:
         """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``; None if it is not needed.
 
         ``weight_grads`` is called with the gathered gradient, ``[M, n]``; None if no parameter needs a gradient.
         """
-        return self.scatter_backward_of_gather(ranks.all_gather(grad), weight, weight_grads, needs_input)
+        return self.scatter_backward_of_gather(
+            ranks.all_gather(grad), weight, weight_grads, needs_input
+        )
 
     @staticmethod
     def scatter_backward_of_gather(
@@ -104,7 +132,9 @@ class Schedule:
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_reduce(
+        self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``.
 
         ``bias`` is as in :meth:`linear_scatter`.
@@ -127,7 +157,9 @@ class Schedule:
 # The products.
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return ``x @ weight.t() + bias``, in ``out`` if given.
 
     Shapes ``[m, k]``, ``[n, k]``, ``[n]`` -> ``[m, n]``.
@@ -139,7 +171,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def sum_input_grads(grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra: Tensor | None = None) -> Tensor:
+def sum_input_grads(
+    grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra: Tensor | None = None
+) -> Tensor:
     """Return the gradient of an input that several linears share; products add to it in place.
 
     Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.

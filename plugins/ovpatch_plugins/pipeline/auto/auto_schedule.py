@@ -22,7 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
+from ovpatch.overlap.comm.consensus import (
+    LATE_START_S,
+    check_consistent,
+    gather_values,
+    wait_limit_s,
+)
 from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.pipelining.ir import Kind, Placement, Schedule, ScheduleError, write_orders
 from ovpatch.overlap.pipelining.order_rules import check_schedule
@@ -44,7 +49,15 @@ from ovpatch_plugins.pipeline.auto.order_candidates import (
     find_candidates,
     write_plan,
 )
-from ovpatch_plugins.pipeline.auto.order_race import Race, StepTimer, Turn, Verdict, find_medians, judge, merge_ranks
+from ovpatch_plugins.pipeline.auto.order_race import (
+    Race,
+    StepTimer,
+    Turn,
+    Verdict,
+    find_medians,
+    judge,
+    merge_ranks,
+)
 from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport
 from ovpatch_plugins.pipeline.runtime.engine import Engine, Programs, StepInputs
 
@@ -239,9 +252,12 @@ class AutoSchedule:
             self._check(choice.schedule)
         except ScheduleError:
             return  # written by another version, or Fs draw random numbers now: all ranks see the same
-        steps = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in choice.steps.items())
+        steps = ", ".join(
+            f"{name} {1000 * seconds:.1f} ms" for name, seconds in choice.steps.items()
+        )
         note = (
-            f"schedule=auto: {choice.name}, chosen in an earlier run ({steps or 'no order was expected to be faster'})"
+            f"schedule=auto: {choice.name}, chosen in an earlier run "
+            f"({steps or 'no order was expected to be faster'})"
         )
         self._settle(choice.schedule, choice.name, [note])
 
@@ -265,7 +281,9 @@ class AutoSchedule:
             overhead=self.engine.times.overhead,
             draws=self._probe.draws and len(pipeline.placement) > len(pipeline.orders),
         )
-        found = merge_costs([RankCosts(**one) for one in self._gather(mine.to_json())], pipeline.placement)
+        found = merge_costs(
+            [RankCosts(**one) for one in self._gather(mine.to_json())], pipeline.placement
+        )
         if isinstance(found, str):
             self._keep_as_given(found)
             return
@@ -328,7 +346,11 @@ class AutoSchedule:
         elif not best:
             other = min(range(1, len(steps)), key=steps.__getitem__)
             rival = self._candidates[other]
-            doubt = "" if verdict.is_sure else "; times scatter too much to tell, and a later run races again"
+            doubt = (
+                ""
+                if verdict.is_sure
+                else "; times scatter too much to tell, and a later run races again"
+            )
             self._keep_as_given(
                 f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[other]:.1f} ms of "
                 f"{rival.name} "
@@ -355,7 +377,11 @@ class AutoSchedule:
     # --- what is chosen ---
 
     def _keep_as_given(self, why: str) -> None:
-        self._settle(self._pipeline.orders, AS_GIVEN_NAME, [f"schedule=auto: the order as given stays: {why}"])
+        self._settle(
+            self._pipeline.orders,
+            AS_GIVEN_NAME,
+            [f"schedule=auto: the order as given stays: {why}"],
+        )
 
     def _settle(self, schedule: Schedule, name: str, notes: Sequence[str]) -> None:
         """Run an order from now on."""
@@ -367,7 +393,9 @@ class AutoSchedule:
         if self._programs and pipeline.device.type == "cuda":
             torch.cuda.empty_cache()  # else what only the other orders need stays allocated
         self._programs, self._race = [], None
-        self._report.prediction = Prediction(pipeline.group, schedule, pipeline.placement, self.engine.times)
+        self._report.prediction = Prediction(
+            pipeline.group, schedule, pipeline.placement, self.engine.times
+        )
         self.engine.set_program(program)
         self.engine.forget_times()
         self._report.notes = list(notes)
@@ -378,15 +406,27 @@ class AutoSchedule:
     def _check(self, schedule: Schedule) -> None:
         draws = self._measured is not None and self._measured.draws
         pipeline = self._pipeline
-        check_schedule(schedule, pipeline.placement, stock=pipeline.orders, keep_forward_order=draws)
+        check_schedule(
+            schedule, pipeline.placement, stock=pipeline.orders, keep_forward_order=draws
+        )
 
     def _finish_plan(self, steps: Sequence[float]) -> None:
         """Write the plan, if there is to be one; all ranks know that it is there behind this."""
         if not self._plan_file:
             return
         if self._world.rank() == 0 and self._measured is not None:
-            pipeline, numbers = self._pipeline, (self._pipeline.microbatches, self._pipeline.placement)
-            write_plan(Path(self._plan_file), pipeline.name, self._measured, numbers, self._candidates, steps)
+            pipeline, numbers = (
+                self._pipeline,
+                (self._pipeline.microbatches, self._pipeline.placement),
+            )
+            write_plan(
+                Path(self._plan_file),
+                pipeline.name,
+                self._measured,
+                numbers,
+                self._candidates,
+                steps,
+            )
         self._gather("written")
 
     def _list_facts(self) -> dict[str, Any]:
@@ -398,7 +438,9 @@ class AutoSchedule:
             "microbatches": pipeline.microbatches,
             "placement": list(pipeline.placement),
             "order": hashlib.sha256(orders.encode()).hexdigest(),
-            "options": {name: str(value) for name, value in pipeline.options.items() if name != "plan_file"},
+            "options": {
+                name: str(value) for name, value in pipeline.options.items() if name != "plan_file"
+            },
         }
 
     def _describe_environment(self, inputs: StepInputs) -> dict[str, Any]:
@@ -413,8 +455,12 @@ class AutoSchedule:
         }
         return {
             "stages": stages,
-            "inputs": [list(one.shape) for one in _list_tensors((inputs.args[0], inputs.kwargs[0]))],
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "inputs": [
+                list(one.shape) for one in _list_tensors((inputs.args[0], inputs.kwargs[0]))
+            ],
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else platform.machine(),
             "threads": torch.get_num_threads(),
             "backend": backend_name(self._pipeline.group, device),
             "copies": self.engine.messages.is_copied,
@@ -426,5 +472,11 @@ class AutoSchedule:
 def _list_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [tensor for part in parts for tensor in _list_tensors(part)]

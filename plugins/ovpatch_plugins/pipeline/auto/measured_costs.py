@@ -73,12 +73,17 @@ class StageProbe:
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], device: torch.device, allocated: Callable[[], int] | None = None
+        self,
+        stages: Mapping[int, Stage],
+        device: torch.device,
+        allocated: Callable[[], int] | None = None,
     ) -> None:
         self.draws = False
         self._stages, self._device = stages, device
         on_cuda = device.type == "cuda"
-        self._allocated = allocated or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
+        self._allocated = allocated or (
+            (lambda: torch.cuda.memory_allocated(device)) if on_cuda else None
+        )
         self._changes: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
         self._before = 0
         self._state: Tensor
@@ -109,7 +114,11 @@ class StageProbe:
         return 0 if self._allocated is None else self._allocated()
 
     def _random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+        return (
+            torch.cuda.get_rng_state(self._device)
+            if self._device.type == "cuda"
+            else torch.get_rng_state()
+        )
 
 
 def read_times(times: StepTimes, stages: Mapping[int, Stage]) -> dict[str, list[float]]:
@@ -126,11 +135,20 @@ def read_spare(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device) - _MARGIN * total
+    return (
+        free
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.max_memory_allocated(device)
+        - _MARGIN * total
+    )
 
 
 def measure_sends(
-    messages: Messages, stages: Mapping[int, Stage], placement: Placement, rank: int, device: torch.device
+    messages: Messages,
+    stages: Mapping[int, Stage],
+    placement: Placement,
+    rank: int,
+    device: torch.device,
 ) -> dict[str, float]:
     """Return the seconds of a transfer on each edge between this rank and another, by ``sender-receiver``.
 
@@ -155,7 +173,9 @@ def measure_sends(
                 if sends:
                     messages.send(sent, peer)
                 else:
-                    works = messages.receive(own.buffers.make(Kind.B if is_lower else Kind.F, 0), peer)
+                    works = messages.receive(
+                        own.buffers.make(Kind.B if is_lower else Kind.F, 0), peer
+                    )
                     for work in works:
                         work.wait()
                     if device.type == "cuda":
@@ -209,10 +229,14 @@ def merge_costs(found: Sequence[RankCosts], placement: Placement) -> PipelineCos
     if any(one.facts != found[0].facts for one in found):
         return "the pipelines of this job differ"
     stages = range(len(placement))
-    times: list[list[Sequence[float]]] = [[one.times[str(s)] for one in found if str(s) in one.times] for s in stages]
+    times: list[list[Sequence[float]]] = [
+        [one.times[str(s)] for one in found if str(s) in one.times] for s in stages
+    ]
     if not all(times) or any(not sum(entry) for entries in times for entry in entries):
         return "not all stages have run"
-    forward, backward, weight = ([max(entry[k] for entry in entries) for entries in times] for k in range(3))
+    forward, backward, weight = (
+        [max(entry[k] for entry in entries) for entries in times] for k in range(3)
+    )
     sends: dict[tuple[int, int], float] = {}
     for one in found:
         for edge, seconds in one.sends.items():
@@ -224,7 +248,13 @@ def merge_costs(found: Sequence[RankCosts], placement: Placement) -> PipelineCos
         parts = [tuple(max(entry[k] for entry in entries) for entries in held) for k in range(2)]
         footprint = Footprint(parts[0], parts[1])
     return PipelineCosts(
-        Costs(tuple(forward), tuple(backward), tuple(weight), sends, _merge_overheads(found, placement)),
+        Costs(
+            tuple(forward),
+            tuple(backward),
+            tuple(weight),
+            sends,
+            _merge_overheads(found, placement),
+        ),
         footprint,
         _merge_spare(found, placement),
         any(one.draws for one in found),
@@ -263,7 +293,11 @@ def find_unit(measured: PipelineCosts, placement: Placement, microbatches: int) 
 
 
 def make_problem(
-    measured: PipelineCosts, placement: Placement, microbatches: int, stock: Schedule, limit: MemoryLimit
+    measured: PipelineCosts,
+    placement: Placement,
+    microbatches: int,
+    stock: Schedule,
+    limit: MemoryLimit,
 ) -> tuple[Problem, str]:
     """Return what the solver solves, and what is said of the memory limit.
 
@@ -276,7 +310,10 @@ def make_problem(
     footprint = measured.footprint or Footprint.of_placement(placement)
     unit, remark = find_unit(measured, placement, microbatches), ""
     if limit.size is not None and measured.footprint is None:
-        limit, remark = MemoryLimit(1.0), "memory_limit is 1x here, since memory in bytes is not measured on a CPU"
+        limit, remark = (
+            MemoryLimit(1.0),
+            "memory_limit is 1x here, since memory in bytes is not measured on a CPU",
+        )
     if limit == MemoryLimit() and (measured.footprint is None or not measured.spare):
         limit = MemoryLimit(1.0)
     if limit.times is not None:
@@ -291,7 +328,11 @@ def make_problem(
         ]
     pairs = list(zip(footprint.activations, footprint.deferred, strict=True))
     extra = [
-        max(max(0.0, after - before) for (before, after), owner in zip(pairs, placement, strict=True) if owner == rank)
+        max(
+            max(0.0, after - before)
+            for (before, after), owner in zip(pairs, placement, strict=True)
+            if owner == rank
+        )
         for rank in range(ranks)
     ]
     problem = Problem(

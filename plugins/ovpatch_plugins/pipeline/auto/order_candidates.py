@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.overlap.kernels.autotuner import write_if_possible, write_json
-from ovpatch.overlap.pipelining.ir import Placement, Schedule, ScheduleError, read_orders, write_orders
+from ovpatch.overlap.pipelining.ir import (
+    Placement,
+    Schedule,
+    ScheduleError,
+    read_orders,
+    write_orders,
+)
 from ovpatch.overlap.pipelining.orders import ORDERS, build_order, split_backwards
 from ovpatch.planner.memory_limit import MemoryLimit, read_memory_limit
 from ovpatch.planner.simulator import Simulation, simulate
@@ -53,7 +59,11 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        return {**vars(self), "schedule": write_orders(self.schedule), "setting": dict(self.setting)}
+        return {
+            **vars(self),
+            "schedule": write_orders(self.schedule),
+            "setting": dict(self.setting),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Candidate:
@@ -83,14 +93,26 @@ def find_candidates(
     """
     unit = find_unit(measured, placement, microbatches)
     given = _simulate(stock, placement, measured)
-    found = [Candidate(AS_GIVEN_NAME, stock, given.step, max(given.peak_memory) / unit, {"schedule": "as-given"})]
+    found = [
+        Candidate(
+            AS_GIVEN_NAME,
+            stock,
+            given.step,
+            max(given.peak_memory) / unit,
+            {"schedule": "as-given"},
+        )
+    ]
     if plans and list(placement) == list(range(len(stock))):
         for name in ORDERS:
             schedule = build_order(name, ranks=len(stock), microbatches=microbatches)
             simulation = _simulate(schedule, placement, measured)
             memory = max(simulation.peak_memory) / unit
             found.append(Candidate(name, schedule, simulation.step, memory, {"schedule": name}))
-    texts = [*_PLANNED, *([memory_limit] if memory_limit not in _PLANNED else [])] if plans else [memory_limit]
+    texts = (
+        [*_PLANNED, *([memory_limit] if memory_limit not in _PLANNED else [])]
+        if plans
+        else [memory_limit]
+    )
     remarks, solved, limits = list[str](), list[tuple[Problem, Solution]](), list[str]()
     for text in texts:
         limit = read_memory_limit(text)
@@ -116,14 +138,18 @@ def find_candidates(
 
 def _simulate(schedule: Schedule, placement: Placement, measured: PipelineCosts) -> Simulation:
     """Simulate an order as the engine runs it: an input gradient is sent before its weight gradients."""
-    return simulate(split_backwards(schedule), placement, measured.costs, footprint=measured.footprint)
+    return simulate(
+        split_backwards(schedule), placement, measured.costs, footprint=measured.footprint
+    )
 
 
 def _name_solution(solution: Solution, text: str, unit: float) -> Candidate:
     simulation = solution.simulation
     setting = {"schedule": "auto", "memory_limit": text}
     name = f"solved for {text}" if text != "auto" else "solved"
-    return Candidate(name, solution.schedule, simulation.step, max(simulation.peak_memory) / unit, setting)
+    return Candidate(
+        name, solution.schedule, simulation.step, max(simulation.peak_memory) / unit, setting
+    )
 
 
 def _merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -132,7 +158,9 @@ def _merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         text = " / ".join(write_orders(split_backwards(candidate.schedule)))
         first = kept.get(text)
-        kept[text] = candidate if first is None else replace(first, name=f"{first.name} = {candidate.name}")
+        kept[text] = (
+            candidate if first is None else replace(first, name=f"{first.name} = {candidate.name}")
+        )
     return list(kept.values())
 
 
@@ -155,13 +183,17 @@ def write_plan(
         steps: Measured seconds of a step of each; infinite where unknown.
     """
     microbatches, placement = numbers
-    problem, _ = make_problem(measured, placement, microbatches, candidates[0].schedule, MemoryLimit(1.0))
+    problem, _ = make_problem(
+        measured, placement, microbatches, candidates[0].schedule, MemoryLimit(1.0)
+    )
     # The runtime of torch is the first row.
     candidates, steps = [candidates[-1], *candidates[:-1]], [steps[-1], *steps[:-1]]
     best = min(range(1, len(steps)), key=steps.__getitem__)
     if math.isfinite(steps[0]) and not steps[best] < CLEAR * steps[0]:
         best = 0
-    stock = simulate(candidates[0].schedule, placement, measured.costs, footprint=measured.footprint)
+    stock = simulate(
+        candidates[0].schedule, placement, measured.costs, footprint=measured.footprint
+    )
     winner = _simulate(candidates[best].schedule, placement, measured) if best else stock
     work = max(winner.busy)
     rows = [
@@ -170,7 +202,9 @@ def write_plan(
             "memory": candidate.memory,
             "predicted": candidate.predicted,
             "measured": seconds if math.isfinite(seconds) else None,
-            "bubble": max(0.0, 1 - work / (seconds if math.isfinite(seconds) else candidate.predicted)),
+            "bubble": max(
+                0.0, 1 - work / (seconds if math.isfinite(seconds) else candidate.predicted)
+            ),
             "setting": dict(candidate.setting),
         }
         for candidate, seconds in zip(candidates, steps, strict=True)
@@ -186,7 +220,8 @@ def write_plan(
         "rows": rows,
         "best": best,
         "timeline": [
-            [[a.kind.value, a.stage, a.microbatch, begin, end] for a, begin, end in line] for line in winner.timeline
+            [[a.kind.value, a.stage, a.microbatch, begin, end] for a, begin, end in line]
+            for line in winner.timeline
         ],
         "picture": draw_text(winner),
     }
@@ -225,7 +260,9 @@ class ChosenOrder:
             steps = {str(name): float(seconds) for name, seconds in data["steps"].items()}
             return cls(str(data["name"]), read_orders(data["orders"]), steps)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ScheduleError(f"the kept order cannot be understood ({error!r}). Delete its file.") from error
+            raise ScheduleError(
+                f"the kept order cannot be understood ({error!r}). Delete its file."
+            ) from error
 
 
 class ScheduleCache:
@@ -251,11 +288,19 @@ class ScheduleCache:
             if data["format"] != _FORMAT or data["key"] != self._key:
                 return None
             return ChosenOrder.from_json(data["choice"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # ScheduleError is a ValueError
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # ScheduleError is a ValueError
             return None
 
     def write(self, choice: ChosenOrder) -> None:
         """Keep an order if the file can be written. The write is atomic."""
         if self.path is None:
             return
-        write_if_possible(self.path, {"format": _FORMAT, "key": self._key, "choice": choice.to_json()})
+        write_if_possible(
+            self.path, {"format": _FORMAT, "key": self._key, "choice": choice.to_json()}
+        )

@@ -67,7 +67,9 @@ class Race:
         turns: One for each step, of the laps so far.
     """
 
-    def __init__(self, count: int, device: torch.device, *, rounds: int = ROUNDS, laps: int = LAPS) -> None:
+    def __init__(
+        self, count: int, device: torch.device, *, rounds: int = ROUNDS, laps: int = LAPS
+    ) -> None:
         self.turns: list[Turn] = []
         self._count, self._device, self._rounds, self._laps = count, device, rounds, laps
         self._timers: dict[tuple[int, int], list[StepTimer]] = {}
@@ -88,7 +90,10 @@ class Race:
         for number in range(first, first + self._rounds):
             turn = range(self._count) if number % 2 == 0 else reversed(range(self._count))
             for candidate in turn:
-                self.turns += [Turn(candidate, number, False), *[Turn(candidate, number, True)] * TIMED]
+                self.turns += [
+                    Turn(candidate, number, False),
+                    *[Turn(candidate, number, True)] * TIMED,
+                ]
 
     def add_time(self, turn: Turn, timer: StepTimer) -> None:
         """Count a step that has ended well."""
@@ -97,7 +102,10 @@ class Race:
     def read(self) -> Seconds:
         """Return this rank's times; on a device, all its work has ended before."""
         rounds = range(self.turns[-1].round + 1)
-        return [[self._read_turn(candidate, number) for number in rounds] for candidate in range(self._count)]
+        return [
+            [self._read_turn(candidate, number) for number in rounds]
+            for candidate in range(self._count)
+        ]
 
     def _read_turn(self, candidate: int, number: int) -> float | None:
         timers = self._timers.get((candidate, number))
@@ -109,7 +117,12 @@ def merge_ranks(by_rank: Sequence[Seconds]) -> Seconds:
     merged = []
     for rows in zip(*by_rank, strict=True):
         columns = zip(*rows, strict=True)
-        merged.append([None if None in column else max(filter(None, column), default=None) for column in columns])
+        merged.append(
+            [
+                None if None in column else max(filter(None, column), default=None)
+                for column in columns
+            ]
+        )
     return merged
 
 
@@ -130,7 +143,9 @@ def judge(seconds: Seconds) -> Verdict:
     elif math.isfinite(steps[fastest]):
         best = fastest
     is_sure = math.isfinite(steps[best]) and all(
-        other == best or not math.isfinite(steps[other]) or _is_below(seconds[best], seconds[other], TOLERATED)
+        other == best
+        or not math.isfinite(steps[other])
+        or _is_below(seconds[best], seconds[other], TOLERATED)
         for other in range(len(steps))
     )
     return Verdict(best, steps, is_sure)
@@ -149,7 +164,9 @@ def _is_below(own: Sequence[float | None], other: Sequence[float | None], ratio:
     if count < 3:
         return False
     freedom = count - 1
-    quantile = 1.96 + 2.4 / freedom + 4.6 / freedom**2  # of Student's distribution: 4.3 for 3 rounds, 2.2 for 12
+    quantile = (
+        1.96 + 2.4 / freedom + 4.6 / freedom**2
+    )  # of Student's distribution: 4.3 for 3 rounds, 2.2 for 12
     error = quantile * statistics.stdev(ratios) / math.sqrt(count)
     return statistics.fmean(ratios) + error <= math.log(ratio)
 

@@ -46,7 +46,11 @@ class BlockCosts:
 
 
 def measure_costs(
-    model: nn.Module, stack: BlockStack, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    stack: BlockStack,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
 ) -> BlockCosts:
     """Measure the forward and the backward of each block, and of what is before and behind them.
 
@@ -83,7 +87,9 @@ def measure_costs(
 
 
 def _kind_of(block: nn.Module) -> Any:
-    return type(block), tuple((name, tuple(param.shape), param.dtype) for name, param in block.named_parameters())
+    return type(block), tuple(
+        (name, tuple(param.shape), param.dtype) for name, param in block.named_parameters()
+    )
 
 
 def _count_bytes(params: Any) -> float:
@@ -99,7 +105,9 @@ class _Round:
         self.activation_bytes: list[float] = []
         self.params_behind: list[Tensor] = []
         self._model, self._stack = model, stack
-        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._wait: Callable[[], None] = (
+            torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        )
         inside = {id(param) for block in stack.blocks for param in block.parameters()}
         self._outside: list[Tensor] = [
             param for param in model.parameters() if id(param) not in inside and param.requires_grad
@@ -137,11 +145,15 @@ class _Round:
     def _enter(self, _block: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.blocks:
             self.before = self._now() - self._started
-            self.before += self._backward([one for _, one in find_tensors((args, kwargs))], [], keep=True)
+            self.before += self._backward(
+                [one for _, one in find_tensors((args, kwargs))], [], keep=True
+            )
         self._inputs = []
         args, kwargs = (_detach(value, self._inputs) for value in (args, kwargs))
         self._saved = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda saved: saved)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._note_saved, lambda saved: saved
+        )
         self._hooks.__enter__()
         self._started = self._now()
         return args, kwargs
@@ -166,7 +178,12 @@ class _Round:
         return saved
 
     def _backward(
-        self, outputs: list[Tensor], used: list[Tensor], wanted: list[Tensor] | None = None, *, keep: bool = False
+        self,
+        outputs: list[Tensor],
+        used: list[Tensor],
+        wanted: list[Tensor] | None = None,
+        *,
+        keep: bool = False,
     ) -> float:
         """Compute the gradients of outputs and return the seconds; collect the parameters outside that got one."""
         outputs = [one for one in outputs if one.requires_grad and one.grad_fn is not None]
@@ -177,7 +194,9 @@ class _Round:
         started = self._now()
         grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=keep)
         seconds = self._now() - started
-        used += [one for one, grad in zip(wanted, grads, strict=True) if grad is not None and one.is_leaf]
+        used += [
+            one for one, grad in zip(wanted, grads, strict=True) if grad is not None and one.is_leaf
+        ]
         return seconds
 
 
@@ -211,7 +230,9 @@ def split_blocks(costs: BlockCosts, placement: Sequence[int]) -> list[int]:
     stages, count = len(placement), len(costs.blocks)
     check_count(count, stages)
     seconds = _Sums(costs.blocks, costs.before, costs.behind)
-    best, _ = _partition(stages, count, lambda stage, low, high: seconds.of(stage, stages, low, high))
+    best, _ = _partition(
+        stages, count, lambda stage, low, high: seconds.of(stage, stages, low, high)
+    )
     if costs.block_bytes is None or costs.activation_bytes is None:
         return best
     params = _Sums(costs.block_bytes, costs.before_bytes, costs.behind_bytes)
@@ -221,7 +242,9 @@ def split_blocks(costs: BlockCosts, placement: Sequence[int]) -> list[int]:
     def fill(stage: int, low: int, high: int) -> float:
         if seconds.of(stage, stages, low, high) > slowest * _SLACK:
             return float("inf")
-        return params.of(stage, stages, low, high) + (stages - stage) * activations.of(stage, stages, low, high)
+        return params.of(stage, stages, low, high) + (stages - stage) * activations.of(
+            stage, stages, low, high
+        )
 
     starts, fullest = _partition(stages, count, fill)
     return starts if fullest < float("inf") else best
@@ -244,7 +267,10 @@ def check_count(count: int, stages: int) -> None:
         CutError: There are fewer blocks than stages.
     """
     if count < stages:
-        raise CutError(f"{count} blocks make no {stages} stages. Use at most {count} stages: fewer ranks or chunks.")
+        raise CutError(
+            f"{count} blocks make no {stages} stages. Use at most {count} stages: fewer ranks or "
+            "chunks."
+        )
 
 
 class _Sums:
@@ -258,15 +284,22 @@ class _Sums:
 
     def of(self, stage: int, stages: int, low: int, high: int) -> float:
         """Return the sum of a stage with blocks ``low`` to ``high - 1``."""
-        extra = (self._before if stage == 0 else 0.0) + (self._behind if stage == stages - 1 else 0.0)
+        extra = (self._before if stage == 0 else 0.0) + (
+            self._behind if stage == stages - 1 else 0.0
+        )
         return self._upto[high] - self._upto[low] + extra
 
 
 def _ranges(starts: Sequence[int], count: int) -> list[tuple[int, int, int]]:
-    return [(stage, low, high) for stage, (low, high) in enumerate(zip(starts, [*starts[1:], count], strict=True))]
+    return [
+        (stage, low, high)
+        for stage, (low, high) in enumerate(zip(starts, [*starts[1:], count], strict=True))
+    ]
 
 
-def _partition(stages: int, count: int, weigh: Callable[[int, int, int], float]) -> tuple[list[int], float]:
+def _partition(
+    stages: int, count: int, weigh: Callable[[int, int, int], float]
+) -> tuple[list[int], float]:
     """Return the first block of each stage that makes the heaviest stage lightest, and its weight."""
     best: list[list[float]] = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
     first = [[0] * (count + 1) for _ in range(stages + 1)]

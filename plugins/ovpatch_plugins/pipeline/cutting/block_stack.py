@@ -64,13 +64,19 @@ def map_leaves(value: Any, function: Callable[[Path, Any], Any], path: Path = ()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = copy.copy(value)
         for entry in dataclasses.fields(value):
-            setattr(changed, entry.name, map_leaves(getattr(value, entry.name), function, (*path, entry.name)))
+            setattr(
+                changed,
+                entry.name,
+                map_leaves(getattr(value, entry.name), function, (*path, entry.name)),
+            )
         return changed
     return function(path, value)
 
 
 def _without_tensors(value: Any) -> Any:
-    return map_leaves(value, lambda _, leaf: leaf if isinstance(leaf, (bool, int, float, str)) else None)
+    return map_leaves(
+        value, lambda _, leaf: leaf if isinstance(leaf, (bool, int, float, str)) else None
+    )
 
 
 # --- the stack ---
@@ -95,7 +101,9 @@ class BlockStack:
         return f"{self.path}.{self.keys[index]}" if self.path else self.keys[index]
 
 
-def find_blocks(model: nn.Module, path: str | None = None, run: Callable[[], object] | None = None) -> BlockStack:
+def find_blocks(
+    model: nn.Module, path: str | None = None, run: Callable[[], object] | None = None
+) -> BlockStack:
     """Return the list of blocks with the most parameters that the model's forward goes through.
 
     Lists whose members are of one class come before those of mixed classes.
@@ -145,7 +153,9 @@ def _list_called(lists: Mapping[str, nn.Module], run: Callable[[], object]) -> l
     """Return the names of the lists whose members a forward calls once each, in order."""
     calls: dict[str, list[int]] = {name: [] for name in lists}
     handles = [
-        block.register_forward_pre_hook(lambda *_, name=name, index=index: calls[name].append(index))
+        block.register_forward_pre_hook(
+            lambda *_, name=name, index=index: calls[name].append(index)
+        )
         for name, module in lists.items()
         for index, block in enumerate(module.children())
     ]
@@ -161,7 +171,10 @@ def _list_called(lists: Mapping[str, nn.Module], run: Callable[[], object]) -> l
 def _make_stack(path: str, module: nn.Module) -> BlockStack:
     keys, blocks = zip(*module.named_children(), strict=True)
     if len(set(map(id, blocks))) < len(blocks):
-        raise CutError(f"a block occurs twice in {path or 'the model'}. Build each block as a module of its own.")
+        raise CutError(
+            f"a block occurs twice in {path or 'the model'}. Build each block as a module of its "
+            "own."
+        )
     return BlockStack(path, blocks, keys)
 
 
@@ -300,7 +313,9 @@ def trace_model(
         hook = lambda _, __, output, index=index: leave(index, output)  # noqa: E731
         handles.append(block.register_forward_hook(hook))
     for module in list_outside(model, stack):
-        handles.append(module.register_forward_pre_hook(lambda module, _: begin(module), prepend=True))
+        handles.append(
+            module.register_forward_pre_hook(lambda module, _: begin(module), prepend=True)
+        )
         handles.append(module.register_forward_hook(lambda module, _, output: note(module, output)))
     try:
         trace.output = model(*args, **kwargs)
@@ -328,7 +343,11 @@ def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -
             for key, value in vars(module).items()
             if "layerdrop" in key.lower() and isinstance(value, float) and value > 0
         ]
-        remedy = "".join(f"{name} = " for name in probabilities) + "0.0" if probabilities else "its probability to 0"
+        remedy = (
+            "".join(f"{name} = " for name in probabilities) + "0.0"
+            if probabilities
+            else "its probability to 0"
+        )
         return (
             f"the model's forward skips {stack.name(due)} in training, as LayerDrop does, and "
             "stages cannot decide "
@@ -396,7 +415,9 @@ def save_random_states(device: torch.device) -> Callable[[], None]:
     ]
     if device.type not in ("cpu", "meta"):
         backend = torch.get_device_module(device)
-        restores.append(functools.partial(backend.set_rng_state, backend.get_rng_state(device), device))
+        restores.append(
+            functools.partial(backend.set_rng_state, backend.get_rng_state(device), device)
+        )
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         restores.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
@@ -432,16 +453,23 @@ class ForwardState:
         self._has_objects = has_objects
         self._modules = list(modules)
         self._attributes = [
-            {key: value for key, value in vars(module).items() if key not in MODULE_STATE} for module in self._modules
+            {key: value for key, value in vars(module).items() if key not in MODULE_STATE}
+            for module in self._modules
         ]
         self._buffers = [dict(module._buffers) for module in self._modules]
-        self._hooks = [{key: copy.copy(vars(module)[key]) for key in _HOOKS} for module in self._modules]
+        self._hooks = [
+            {key: copy.copy(vars(module)[key]) for key in _HOOKS} for module in self._modules
+        ]
         values = [value for attributes in self._attributes for value in attributes.values()]
         classes: list[Any] = list(map(type, values))
-        generators = [value for value, cls in zip(values, classes, strict=True) if is_generator_class(cls)]
+        generators = [
+            value for value, cls in zip(values, classes, strict=True) if is_generator_class(cls)
+        ]
         streams = [make_random_stream(generator) for generator in generators]
         self._streams = [(stream, stream.read()) for stream in streams]
-        self._containers = {id(value): (value, copy.copy(value)) for value in values if type(value) in _CONTAINERS}
+        self._containers = {
+            id(value): (value, copy.copy(value)) for value in values if type(value) in _CONTAINERS
+        }
         tensors = [buffer for buffers in self._buffers for buffer in buffers.values()]
         self._tensors = {
             id(buffer): (buffer, buffer.detach().clone())
@@ -463,7 +491,11 @@ class ForwardState:
                     own[key].clear()
                     own[key].update(saved)
             else:
-                own.update((key, value) for key, value in attributes.items() if isinstance(value, (int, float, str)))
+                own.update(
+                    (key, value)
+                    for key, value in attributes.items()
+                    if isinstance(value, (int, float, str))
+                )
             module._buffers.clear()
             module._buffers.update(buffers)
         for stream, state in self._streams:
@@ -482,7 +514,9 @@ class ForwardState:
 MODULE_STATE: Final = frozenset(nn.Module().__dict__)
 """Attributes in which torch keeps the parts of a module."""
 
-_HOOKS: Final = tuple(key for key, value in vars(nn.Module()).items() if "hooks" in key and isinstance(value, dict))
+_HOOKS: Final = tuple(
+    key for key, value in vars(nn.Module()).items() if "hooks" in key and isinstance(value, dict)
+)
 
 
 @contextlib.contextmanager
@@ -540,6 +574,11 @@ _SMALL_VALUES: Final = (0.05, 0.15)
 
 def _is_zero(param: nn.Parameter) -> bool:
     """Return whether all values of a plain parameter are zero."""
-    if type(param.detach()) is not Tensor or param.is_meta or not param.is_floating_point() or param.itemsize < 2:
+    if (
+        type(param.detach()) is not Tensor
+        or param.is_meta
+        or not param.is_floating_point()
+        or param.itemsize < 2
+    ):
         return False
     return not param.detach().any() and not param.detach().signbit().any()

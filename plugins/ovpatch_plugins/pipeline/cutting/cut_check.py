@@ -40,7 +40,8 @@ def check_output(output: Any) -> None:
     """Raise CutError for an output that a schedule cannot concatenate."""
     if any(tensor.dim() == 0 for _, tensor in find_tensors(output)):
         raise CutError(
-            "the model returns a scalar, such as its own loss, and schedules concatenate what the last stage returns. "
+            "the model returns a scalar, such as its own loss, and schedules concatenate what the "
+            "last stage returns. "
             "Leave labels out of the inputs and pass loss_fn, or select another value: "
             "cut(..., output=lambda result: result.logits)."
         )
@@ -60,13 +61,17 @@ def check_training(
         CutError: They differ, or the model skips blocks in training.
     """
     # Stages other than the first begin where their first block does, with the random numbers that it has there.
-    starts = [plan.low for plan, _ in stages] + [plan.high for plan, _ in stages if not plan.is_last]
+    starts = [plan.low for plan, _ in stages] + [
+        plan.high for plan, _ in stages if not plan.is_last
+    ]
     select = stages[0][0].select
     model.train()
     with torch.no_grad():
         device = next(model.parameters()).device
         # Small uniform numbers skip each block that may be skipped.
-        trace_model(model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds()))
+        trace_model(
+            model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds())
+        )
         restore()
         trace = trace_model(model, stack, sorted({*starts} - {0}), args, kwargs)
         trace.output = select(trace.output)
@@ -82,7 +87,11 @@ def _find_small_seeds() -> tuple[int, int]:
     """Return seeds after which the first uniform number of torch, and of Python, is below a hundredth."""
     generator = torch.Generator()
     return (
-        next(seed for seed in itertools.count() if torch.rand([], generator=generator.manual_seed(seed)) < _SMALL),
+        next(
+            seed
+            for seed in itertools.count()
+            if torch.rand([], generator=generator.manual_seed(seed)) < _SMALL
+        ),
         next(seed for seed in itertools.count() if random.Random(seed).random() < _SMALL),
     )
 
@@ -128,27 +137,40 @@ def compare_values(
             handle.remove()
         state.restore()
     if _differ_any(values, _list_wanted(plan, trace)):
-        raise CutError(_describe_difference(plan, plan.high - 1, "values", in_training=restores_random))
+        raise CutError(
+            _describe_difference(plan, plan.high - 1, "values", in_training=restores_random)
+        )
     return received, values
 
 
 def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
-    return [tensor for _, tensor in find_tensors(trace.output)] if plan.is_last else trace.boundaries[plan.high].tensors
+    return (
+        [tensor for _, tensor in find_tensors(trace.output)]
+        if plan.is_last
+        else trace.boundaries[plan.high].tensors
+    )
 
 
-def _describe_difference(plan: StagePlan, index: int, what: str, *, in_training: bool = False) -> str:
+def _describe_difference(
+    plan: StagePlan, index: int, what: str, *, in_training: bool = False
+) -> str:
     name = plan.stack.name(index)
     where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
     mode = "training" if in_training else "evaluation"
     return (
-        f"the stage with {where} computes other {what} than the whole model in {mode} mode, first at {name}. "
-        "The model's forward depends on blocks of other stages, on how often they have run, or on random numbers that "
-        "it draws before them, as for the dropout of an encoder that all blocks read. Move this into the blocks, set "
+        f"the stage with {where} computes other {what} than the whole model in {mode} mode, first "
+        f"at {name}. "
+        "The model's forward depends on blocks of other stages, on how often they have run, or on "
+        "random numbers that "
+        "it draws before them, as for the dropout of an encoder that all blocks read. Move this "
+        "into the blocks, set "
         "such dropout to 0, or name an earlier list with blocks=."
     )
 
 
-def compare_grads(tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]) -> None:
+def compare_grads(
+    tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]
+) -> None:
     """Compare a stage's gradients with the whole model's.
 
     Equal values of all stages and equal gradients of each, with no other way between stages, are equal gradients of the
@@ -166,7 +188,9 @@ def compare_grads(tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[lis
     received, values = ran
     given = [] if not plan.low else trace.boundaries[plan.low].leaves
     pairs = [
-        (a, b) for a, b in zip(values, _list_wanted(plan, trace), strict=True) if a.requires_grad and b.requires_grad
+        (a, b)
+        for a, b in zip(values, _list_wanted(plan, trace), strict=True)
+        if a.requires_grad and b.requires_grad
     ]
     params = [param for param in tree.parameters() if param.requires_grad]
     inputs = [(mine, one) for mine, one in zip(received, given, strict=True) if one.requires_grad]
@@ -178,18 +202,28 @@ def compare_grads(tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[lis
         [a for a, _ in pairs], [*params, *(leaf for leaf, _ in inputs)], seeds, allow_unused=True
     )
     theirs = torch.autograd.grad(
-        [b for _, b in pairs], [*params, *(one for _, one in inputs)], seeds, allow_unused=True, retain_graph=True
+        [b for _, b in pairs],
+        [*params, *(one for _, one in inputs)],
+        seeds,
+        allow_unused=True,
+        retain_graph=True,
     )
     owners = {
-        id(param): index for index in range(plan.low, plan.high) for param in plan.stack.blocks[index].parameters()
+        id(param): index
+        for index in range(plan.low, plan.high)
+        for param in plan.stack.blocks[index].parameters()
     }
-    for leaf, one, other in zip([*params, *(leaf for leaf, _ in inputs)], mine, theirs, strict=True):
+    for leaf, one, other in zip(
+        [*params, *(leaf for leaf, _ in inputs)], mine, theirs, strict=True
+    ):
         if _differ(one, other):
             raise CutError(_describe_difference(plan, owners.get(id(leaf), plan.low), "gradients"))
 
 
 def _differ_any(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    return len(values) != len(wanted) or any(_differ(a, b) for a, b in zip(values, wanted, strict=True))
+    return len(values) != len(wanted) or any(
+        _differ(a, b) for a, b in zip(values, wanted, strict=True)
+    )
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

@@ -133,9 +133,14 @@ def cut(
     """
     kwargs = dict(mb_kwargs or {})
     if not mb_args and not kwargs:
-        raise CutError("cut() needs a microbatch of the model's inputs. Pass it as mb_args or mb_kwargs.")
+        raise CutError(
+            "cut() needs a microbatch of the model's inputs. Pass it as mb_args or mb_kwargs."
+        )
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
-        raise CutError(f"the mesh has {mesh.ndim} dimensions. Pass the pipeline's dimension of it, as mesh['pp'].")
+        raise CutError(
+            f"the mesh has {mesh.ndim} dimensions. Pass the pipeline's dimension of it, as "
+            "mesh['pp']."
+        )
     _check_model(model)
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
     chunks = _CHUNKS.get(placement, 1) if chunks is None else chunks
@@ -156,7 +161,11 @@ def cut(
         stack = find_blocks(model, blocks, lambda: model(*args, **kwargs))
         check_count(len(stack.blocks), len(ranks))
         restore()
-        return restore, stack, measure_costs(model, stack, args, kwargs, home) if has_costs else None
+        return (
+            restore,
+            stack,
+            measure_costs(model, stack, args, kwargs, home) if has_costs else None,
+        )
 
     def make() -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
         restore()
@@ -192,7 +201,9 @@ def cut(
     if placement == BIDIRECTIONAL and stages[0].stage_index != group.rank():
         stages.reverse()  # the one of the pipeline that runs down is first
     owned = stages[0] if is_single else stages
-    schedule_made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
+    schedule_made = make_subclass(CutSchedule, cls)(
+        owned, n_microbatches, loss_fn=loss_fn, **schedule_options
+    )
     schedule_made.model_parts, schedule_made._prefixes = parts, prefixes
     schedule_made.block_ranges = _list_ranges(starts, len(stack.blocks))
     schedule_made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
@@ -202,7 +213,9 @@ def cut(
         def find_shared() -> list[nn.Parameter]:
             return [param for one in shared for param in one.find_params()]
 
-        schedule_made._shared_grads.append(ReplicaGrads(parts, schedule_made.replicas, group, find_shared))
+        schedule_made._shared_grads.append(
+            ReplicaGrads(parts, schedule_made.replicas, group, find_shared)
+        )
     return schedule_made
 
 
@@ -232,17 +245,25 @@ class _Stage(PipelineStage):
     def _to_tensor(self, arg: Any) -> Any:
         own: Any = super()  # untyped in torch
         made = own._to_tensor(arg)
-        return made if isinstance(arg, Tensor) else made.detach().zero_().requires_grad_(made.requires_grad)
+        return (
+            made
+            if isinstance(arg, Tensor)
+            else made.detach().zero_().requires_grad_(made.requires_grad)
+        )
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return [
+            op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
+        ]
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "_shape_inference"):  # else torch infers anew
             for info in itertools.chain.from_iterable(self.args_recv_info.values()):
                 buffer = getattr(info, "buffer", None)
                 if isinstance(buffer, Tensor) and not buffer.requires_grad:
-                    info.buffer = torch.empty_like(buffer, requires_grad=True)  # it may be of an inference mode
+                    info.buffer = torch.empty_like(
+                        buffer, requires_grad=True
+                    )  # it may be of an inference mode
         return super()._prepare_backward_infra(*args, **kwargs)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -258,7 +279,10 @@ class _Stage(PipelineStage):
 
 
 def _check_model(model: nn.Module) -> None:
-    wrapped = any("FSDP" in cls.__name__ or "DistributedDataParallel" in cls.__name__ for cls in type(model).__mro__)
+    wrapped = any(
+        "FSDP" in cls.__name__ or "DistributedDataParallel" in cls.__name__
+        for cls in type(model).__mro__
+    )
     if wrapped or hasattr(model, "_orig_mod"):
         raise CutError(
             f"the model is a {type(model).__name__} already. Cut the plain model, and wrap its "
@@ -272,7 +296,10 @@ def _check_model(model: nn.Module) -> None:
             "loading. Cut the model before that."
         )
     if next(model.parameters(), None) is None:
-        raise CutError(f"{type(model).__name__} has no parameters. Cut a model that has blocks with parameters.")
+        raise CutError(
+            f"{type(model).__name__} has no parameters. Cut a model that has blocks with "
+            "parameters."
+        )
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -291,13 +318,17 @@ def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> 
         from ovpatch_plugins.pipeline.variants.bidirectional import ScheduleBidirectional
 
         if schedule is not None:
-            raise CutError(f"placement='bidirectional' has an order of its own, not {schedule!r}. Leave schedule out.")
+            raise CutError(
+                f"placement='bidirectional' has an order of its own, not {schedule!r}. Leave "
+                "schedule out."
+            )
         return ScheduleBidirectional
     name = _SCHEDULES[placement] if schedule is None else schedule
     cls = getattr(schedules, name, None) if isinstance(name, str) else name
     if not (isinstance(cls, type) and issubclass(cls, schedules._PipelineSchedule)):
         raise CutError(
-            f"schedule={name!r} is no class of torch.distributed.pipelining. Give Schedule1F1B, for example."
+            f"schedule={name!r} is no class of torch.distributed.pipelining. Give Schedule1F1B, "
+            "for example."
         )
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
     is_vee = cls.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -319,7 +350,9 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
         return None, str(error), None
     except Exception as error:  # noqa: BLE001 - of the user's forward, and raised once all ranks know it
         frames = traceback.extract_tb(error.__traceback__)
-        last = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
+        last = next(
+            (frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1]
+        )
         place = f"{last.name}(), {os.path.basename(last.filename)}:{last.lineno}"
         # Some errors have no text, as the StopIteration of next() for a module without parameters.
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -351,13 +384,18 @@ def _share_costs(
     own = costs.as_dict() if costs is not None and world.rank() == 0 else None
     found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
     numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
-    reason = join_messages((rank, value["reason"]) for rank, value in zip(numbers, found, strict=True))
+    reason = join_messages(
+        (rank, value["reason"]) for rank, value in zip(numbers, found, strict=True)
+    )
     first = found[0]["costs"]
     return (None if first is None else BlockCosts(**first)), reason
 
 
 def _choose_starts(
-    count: int, ranks: Sequence[int], costs: BlockCosts | None, blocks_per_stage: Sequence[int] | None
+    count: int,
+    ranks: Sequence[int],
+    costs: BlockCosts | None,
+    blocks_per_stage: Sequence[int] | None,
 ) -> list[int]:
     """Return the first block of each stage."""
     if blocks_per_stage is not None:
@@ -397,7 +435,10 @@ def _make_trees(
         held.append(params)
         if plan.params - set(params):
             names = {id(param): name for name, param in model.named_parameters()}
-            name = next((names[key] for key in plan.params - set(params) if key in names), "an unregistered parameter")
+            name = next(
+                (names[key] for key in plan.params - set(params) if key in names),
+                "an unregistered parameter",
+            )
             raise CutError(
                 f"stage {plan.index} reads {name}, which is in no module that it calls or reads. "
                 "Read it through its "
@@ -407,16 +448,31 @@ def _make_trees(
             trees[plan.index] = tree
     if not is_meta:
         for index, tree in trees.items():
-            compare_grads(tree, plans[index], trace, compare_values(tree, plans[index], trace, args, kwargs))
+            compare_grads(
+                tree, plans[index], trace, compare_values(tree, plans[index], trace, args, kwargs)
+            )
     for plan in plans:
         plan.nodes.clear()  # they keep the traced graph alive
     if not is_meta:
         del trace
-        check_training(model, stack, [(plans[index], tree) for index, tree in trees.items()], args, kwargs, restore)
+        check_training(
+            model,
+            stack,
+            [(plans[index], tree) for index, tree in trees.items()],
+            args,
+            kwargs,
+            restore,
+        )
     return builder, trees, held
 
 
-def _agree(group: dist.ProcessGroup, model: nn.Module, stack: BlockStack, starts: Sequence[int], reason: str) -> str:
+def _agree(
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    stack: BlockStack,
+    starts: Sequence[int],
+    reason: str,
+) -> str:
     names = repr([(name, tuple(param.shape)) for name, param in model.named_parameters()])
     terms = {
         "blocks": stack.path,
@@ -455,7 +511,11 @@ class SharedGrads:
         self._kept: list[Tensor | None] = []
         self._pipelines = len(placement) // count_stages(placement)
         ranks = sorted(
-            {rank for stage, rank in enumerate(placement) if stage % count_stages(placement) in param.stages}
+            {
+                rank
+                for stage, rank in enumerate(placement)
+                if stage % count_stages(placement) in param.stages
+            }
         )
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1 and group.rank() in ranks:
@@ -492,7 +552,9 @@ class SharedGrads:
                 if param.grad is not None:
                     total += param.grad
             if self._group is not None:
-                dist.all_reduce(total.to_local() if hasattr(total, "to_local") else total, group=self._group)
+                dist.all_reduce(
+                    total.to_local() if hasattr(total, "to_local") else total, group=self._group
+                )
             if scale != 1 and self._pipelines > 1:
                 total /= self._pipelines  # each has divided its own by its microbatches alone
             for index, (param, kept) in enumerate(zip(params, self._kept, strict=True)):
@@ -516,7 +578,9 @@ class CutSchedule:
     _prefixes: list[str]
     _shared_grads: list[Any]
 
-    def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **options: Any) -> None:
+    def _step_microbatches(
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **options: Any
+    ) -> None:
         schedule: Any = self
         count = schedule._n_microbatches
         named = [
@@ -525,7 +589,10 @@ class CutSchedule:
         ]
         run = super()._step_microbatches  # type: ignore[misc]
         if not schedule._has_backward:
-            scale, schedule.scale_grads = schedule.scale_grads, False  # torch divides gradients of the last step again
+            scale, schedule.scale_grads = (
+                schedule.scale_grads,
+                False,
+            )  # torch divides gradients of the last step again
             try:
                 run([()] * count, named, *rest, **options)
             finally:
@@ -583,7 +650,8 @@ class CutSchedule:
         missing = sorted(set(self.state_dict()) - set(state_dict))
         if missing and strict:
             raise CutError(
-                f"the state dict lacks {', '.join(missing[:5])}. Load the same model's, or set strict=False."
+                f"the state dict lacks {', '.join(missing[:5])}. Load the same model's, or set "
+                "strict=False."
             )
         for part, prefix in zip(self.model_parts, self._prefixes, strict=True):
             names = {key: _plain_name(key, prefix) for key in part.state_dict()}
@@ -593,7 +661,9 @@ class CutSchedule:
 
 def _find_prefix(part: nn.Module, tree: nn.Module) -> str:
     """Return the prefix that wrappers of a stage put before the names of its parameters."""
-    return next((f"{name}." for name, module in part.named_modules() if module is tree and name), "")
+    return next(
+        (f"{name}." for name, module in part.named_modules() if module is tree and name), ""
+    )
 
 
 def _plain_name(name: str, prefix: str) -> str:

@@ -82,19 +82,27 @@ class StagePlan:
         return self.high == len(self.stack.blocks)
 
 
-def make_plans(trace: Trace, stack: BlockStack, starts: Sequence[int], select: Callable[[Any], Any]) -> list[StagePlan]:
+def make_plans(
+    trace: Trace, stack: BlockStack, starts: Sequence[int], select: Callable[[Any], Any]
+) -> list[StagePlan]:
     """Return the plans of all stages, from the graph of a traced forward.
 
     Raises:
         CutError: A stage depends on an earlier one by more than what its first block is given.
     """
     plans = []
-    owners = {id(param): index for index, block in enumerate(stack.blocks) for param in block.parameters()}
+    owners = {
+        id(param): index for index, block in enumerate(stack.blocks) for param in block.parameters()
+    }
     for stage, (low, high) in enumerate(zip(starts, [*starts[1:], len(stack.blocks)], strict=True)):
         before, behind = trace.boundaries.get(low), trace.boundaries.get(high)
-        outputs = [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+        outputs = (
+            [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+        )
         nodes, leaves = walk_graph(outputs)
-        foreign = sorted(owners[key] for key in leaves if key in owners and not low <= owners[key] < high)
+        foreign = sorted(
+            owners[key] for key in leaves if key in owners and not low <= owners[key] < high
+        )
         if foreign:
             raise CutError(
                 f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} "
@@ -157,10 +165,15 @@ class _Root:
 
     def forward(self, *received: Tensor, **kwargs: Any) -> Any:
         plan: StagePlan = self.__dict__[_ROLE]
-        args = [kwargs.pop(f"{ARG}{index}") for index in range(sum(key.startswith(ARG) for key in kwargs))]
+        args = [
+            kwargs.pop(f"{ARG}{index}")
+            for index in range(sum(key.startswith(ARG) for key in kwargs))
+        ]
         if torch.is_grad_enabled():
             make: Any = _ContiguousGrad.apply  # untyped in torch
-            received = tuple(make(tensor) if tensor.requires_grad else tensor for tensor in received)
+            received = tuple(
+                make(tensor) if tensor.requires_grad else tensor for tensor in received
+            )
         plan.received, plan.due = received, 0
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -193,7 +206,9 @@ class _SkippedBlock:
             raise CutError(_describe_skip(plan))
         if index == plan.high:
             # Senders and receivers of all transports expect contiguous messages, and T5 passes transposed tensors.
-            raise _StageEnd(tuple(read_path((args, kwargs), path).contiguous() for path in plan.sent))
+            raise _StageEnd(
+                tuple(read_path((args, kwargs), path).contiguous() for path in plan.sent)
+            )
         plan.due += 1
         given = dict(zip(plan.outputs, plan.received, strict=True))
         return map_leaves(template, lambda path, leaf: given.get(path, leaf))
@@ -234,7 +249,9 @@ class _Blank(_Placeholder):
         return map_leaves(
             output,
             lambda _, leaf: (
-                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+                if isinstance(leaf, Tensor)
+                else leaf
             ),
         )
 
@@ -275,8 +292,13 @@ class _Twins:
         if self._is_meta:
             try:
                 return self._twin(
-                    *map_leaves(args, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf),
-                    **map_leaves(kwargs, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf),
+                    *map_leaves(
+                        args, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+                    ),
+                    **map_leaves(
+                        kwargs,
+                        lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
+                    ),
                 )
             except Exception:  # noqa: BLE001 - torch raises several classes, and another error is raised again below
                 self._is_meta = False
@@ -321,7 +343,10 @@ _FRESH: Final = MODULE_STATE - {"training"}
 
 
 def _play(
-    role: type, module: nn.Module, part: Any, find_own: Callable[[nn.Module], nn.Module | None] = lambda _: None
+    role: type,
+    module: nn.Module,
+    part: Any,
+    find_own: Callable[[nn.Module], nn.Module | None] = lambda _: None,
 ) -> nn.Module:
     """Return a module without parameters and buffers in the place of another one.
 
@@ -358,7 +383,9 @@ def _play(
     return made
 
 
-def _set_zeros(module: nn.Module, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
+def _set_zeros(
+    module: nn.Module, name: str, tensor: Tensor, device: torch.device | None = None
+) -> None:
     """Have a module hold zeros without memory in the place of a parameter or buffer that the stage does not have."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device if device is None else device
     with outside_modes():
@@ -390,7 +417,9 @@ class StageTree:
         plans: All stages.
     """
 
-    def __init__(self, model: nn.Module, stack: BlockStack, trace: Trace, plans: Sequence[StagePlan]) -> None:
+    def __init__(
+        self, model: nn.Module, stack: BlockStack, trace: Trace, plans: Sequence[StagePlan]
+    ) -> None:
         self._model, self._stack, self._trace, self._plans = model, stack, trace, plans
         self._outside = {id(module) for module in list_outside(model, stack)}
         self._blocks = {id(block): index for index, block in enumerate(stack.blocks)}
@@ -433,7 +462,11 @@ class StageTree:
 
                 def find_own(child: nn.Module) -> nn.Module | None:
                     inner = self._trace.calls.get(id(child))
-                    return None if inner is None or id(module) in inner.callers else self._copy(child, plan, made)
+                    return (
+                        None
+                        if inner is None or id(module) in inner.callers
+                        else self._copy(child, plan, made)
+                    )
 
                 if self._is_blank(module, call, plan):
                     return _play(_Blank, module, (_Twins(module),), find_own)
@@ -461,7 +494,9 @@ class StageTree:
         """Whether a stage calls a module but needs nothing of what it returns, nor its parameters otherwise."""
         if not plan.low or not call.is_differentiable or self._is_behind(call):
             return False
-        return not any(node in plan.nodes for node in call.nodes) and not self._reaches(module, plan)
+        return not any(node in plan.nodes for node in call.nodes) and not self._reaches(
+            module, plan
+        )
 
     def _is_behind(self, call: ModuleCall) -> bool:
         return call.blocks_before == len(self._stack.blocks)
@@ -571,7 +606,10 @@ def find_shared_params(
         is_first = True
         for tree in trees.values():
             inner = [
-                (module, at) for module in tree.modules() for at, one in module._parameters.items() if one is param
+                (module, at)
+                for module in tree.modules()
+                for at, one in module._parameters.items()
+                if one is param
             ]
             if inner and not is_first:
                 copied = nn.Parameter(param.detach().clone())

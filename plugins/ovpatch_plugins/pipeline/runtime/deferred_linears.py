@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.autograd import DeferredGrads, accumulate_deferred, accumulate_grads
-from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
+from ovpatch.overlap.tensors.linear_ops import (
+    DELAYED_WGRAD,
+    DELAYS_WGRAD,
+    ComputeGrad,
+    autocast_dtype,
+)
 from ovpatch_plugins.pipeline.graph import find_readers
 from ovpatch_plugins.pipeline.pipeline_counters import StageReport
 
@@ -39,7 +44,11 @@ class _Call:
     __slots__ = ("bias", "compute", "grad", "input", "queue", "sums_rows_at_once", "weight")
 
     def __init__(
-        self, queue: DeferredLinears, weight: Tensor, bias: Tensor | None = None, compute: ComputeGrad | None = None
+        self,
+        queue: DeferredLinears,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        compute: ComputeGrad | None = None,
     ) -> None:
         self.queue = queue
         self.weight = weight
@@ -89,7 +98,11 @@ class _DeferredLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         queue: DeferredLinears = self.__dict__[_QUEUE]
-        if weight is None or torch.compiler.is_compiling() or not _is_deferrable(input, weight, bias):
+        if (
+            weight is None
+            or torch.compiler.is_compiling()
+            or not _is_deferrable(input, weight, bias)
+        ):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 queue.note_undeferred(self)
             return F.linear(input, self.weight, self.bias)
@@ -163,7 +176,12 @@ class DeferredLinears:
     """
 
     def __init__(
-        self, module: nn.Module, report: StageReport, *, takes_others: bool = False, is_fused: bool = False
+        self,
+        module: nn.Module,
+        report: StageReport,
+        *,
+        takes_others: bool = False,
+        is_fused: bool = False,
     ) -> None:
         self.defers = False
         self.is_graph_known = False
@@ -214,10 +232,16 @@ class DeferredLinears:
             for param in module._parameters.values():
                 if param is not None:
                     owners[id(param)] += 1
-                    if param.dim() == 3 and param.requires_grad and "expert" in type(module).__name__.lower():
+                    if (
+                        param.dim() == 3
+                        and param.requires_grad
+                        and "expert" in type(module).__name__.lower()
+                    ):
                         expert_weights += 1
             if isinstance(module, nn.Linear):
-                if type(module) is nn.Linear or (self._takes_others and getattr(type(module), DELAYS_WGRAD, False)):
+                if type(module) is nn.Linear or (
+                    self._takes_others and getattr(type(module), DELAYS_WGRAD, False)
+                ):
                     linears.append((module, is_compiled))
                 else:
                     reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
@@ -255,7 +279,9 @@ class DeferredLinears:
             return "with a frozen weight"
         is_plain = type(linear) is nn.Linear
         # Without a gradient in B, hooks would be called with None.
-        if not is_plain and (has_hooks(linear.weight) or getattr(linear.weight, "main_grad", None) is not None):
+        if not is_plain and (
+            has_hooks(linear.weight) or getattr(linear.weight, "main_grad", None) is not None
+        ):
             return "of tp_linear, with hooks or a main_grad"
         return ""
 
@@ -340,7 +366,9 @@ class DeferredLinears:
         self.is_graph_known = True
         self.is_looking = False
         tensors = output if isinstance(output, (tuple, list)) else [output]
-        readers, is_whole = find_readers([tensor for tensor in tensors if isinstance(tensor, Tensor)])
+        readers, is_whole = find_readers(
+            [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        )
         found = []
         for linear in self._linears:
             weight, gemms = self._seen.get(id(linear), (id(linear.weight), []))
@@ -374,7 +402,9 @@ class DeferredLinears:
         for microbatch, calls in self._calls.items():
             due = [call for call in calls if id(call.weight) in self._due_at_once]
             if due:
-                self._calls[microbatch] = [call for call in calls if id(call.weight) not in self._due_at_once]
+                self._calls[microbatch] = [
+                    call for call in calls if id(call.weight) not in self._due_at_once
+                ]
                 self._accumulate(due)
 
     def add_call(self, call: _Call) -> None:
@@ -403,7 +433,9 @@ class DeferredLinears:
         key = id(weight)
         # In B, modules have the weights that FSDP2 has gathered.
         if key not in self._is_of_others:
-            self._is_of_others[key] = any(linear._parameters["weight"] is weight for linear in self._others)
+            self._is_of_others[key] = any(
+                linear._parameters["weight"] is weight for linear in self._others
+            )
         if self._microbatch is None or not self._is_of_others[key] or torch.is_grad_enabled():
             return False
         self._calls[self._microbatch].append(_Call(self, weight, compute=compute))
@@ -430,12 +462,21 @@ class DeferredLinears:
             weight, bias = same[0].weight, same[0].bias
             if same[0].compute is not None:
                 accumulate_deferred(due)
-                products = [product for call in same if (product := _compute_other(call)) is not None]
+                products = [
+                    product for call in same if (product := _compute_other(call)) is not None
+                ]
                 # Without a product, the other feature has added the gradient itself.
                 if products:
-                    accumulate_grads([weight], [functools.reduce(torch.add, products).to(weight.dtype)])
+                    accumulate_grads(
+                        [weight], [functools.reduce(torch.add, products).to(weight.dtype)]
+                    )
             elif not self._is_fused or len(same) > 1 or not _add_product(same[0]):
-                due.append(([weight] if bias is None else [weight, bias], functools.partial(_compute_products, same)))
+                due.append(
+                    (
+                        [weight] if bias is None else [weight, bias],
+                        functools.partial(_compute_products, same),
+                    )
+                )
         accumulate_deferred(due)
 
     def clear(self) -> None:
@@ -458,7 +499,9 @@ class DeferredLinears:
             hook: RemovableHandle = linear.weight.register_hook(find)
             return hook
 
-        linears = [linear for linear in (*self._linears, *self._others) if id(linear) not in self._seen]
+        linears = [
+            linear for linear in (*self._linears, *self._others) if id(linear) not in self._seen
+        ]
         return [watch(linear) for linear in linears]
 
 
@@ -475,9 +518,13 @@ def walk_modules(module: nn.Module) -> list[tuple[nn.Module, bool]]:
         seen.add(id(inner))
         # `module.compile()` was called, or `torch.compile(module)` returned it.
         own = inner.__dict__
-        is_compiled = is_compiled or own.get("_compiled_call_impl") is not None or "dynamo_ctx" in own
+        is_compiled = (
+            is_compiled or own.get("_compiled_call_impl") is not None or "dynamo_ctx" in own
+        )
         found.append((inner, is_compiled))
-        left += [(child, is_compiled) for child in reversed(inner._modules.values()) if child is not None]
+        left += [
+            (child, is_compiled) for child in reversed(inner._modules.values()) if child is not None
+        ]
     return found
 
 
@@ -510,7 +557,11 @@ def _compute_products(calls: list[_Call]) -> list[Tensor]:
         if call.bias is not None:
             summed = whole if call.sums_rows_at_once else grad
             biases.append(summed.sum(tuple(range(summed.dim() - 1))))
-    return [functools.reduce(torch.add, products).to(dtype) for products in (weights, biases) if products]
+    return [
+        functools.reduce(torch.add, products).to(dtype)
+        for products in (weights, biases)
+        if products
+    ]
 
 
 def _add_product(call: _Call) -> bool:

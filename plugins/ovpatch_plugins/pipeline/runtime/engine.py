@@ -31,8 +31,16 @@ from ovpatch.overlap.pipelining.messages import Messages
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from ovpatch_plugins.pipeline.runtime.stage import Stage
 from ovpatch_plugins.pipeline.runtime.step_clock import Clock, StepTimes
-from ovpatch_plugins.pipeline.runtime.step_failures import PipelineRankError, StepFailures, make_rank_error
-from ovpatch_plugins.pipeline.runtime.torch_compat import defers_wait, finalizes_gradients, makes_buffers
+from ovpatch_plugins.pipeline.runtime.step_failures import (
+    PipelineRankError,
+    StepFailures,
+    make_rank_error,
+)
+from ovpatch_plugins.pipeline.runtime.torch_compat import (
+    defers_wait,
+    finalizes_gradients,
+    makes_buffers,
+)
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,9 @@ class Engine:
         # - Properties of the schedule
         self._by_perform = parts.by_perform
         self._defers_wait = defers_wait(schedule)
-        self._takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
+        self._takes_loss_kwargs = (
+            "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
+        )
         self._is_sharded = any(stage.is_fully_sharded for stage in self.stages.values())
         # - State of a step
         # Stages whose replicas have decided whether they reduce.
@@ -152,7 +162,9 @@ class Engine:
         self._is_connected = True
         # - Failures
         self._failures = StepFailures(parts.group)
-        self._report_failure = functools.partial(_publish, self._failures, self._name(self.program.rank))
+        self._report_failure = functools.partial(
+            _publish, self._failures, self._name(self.program.rank)
+        )
         # Whether the last step failed, so that replicas may still wait for this rank.
         self._has_failed = False
 
@@ -253,14 +265,18 @@ class Engine:
             started = self._clock.now()
             if self.observer is not None:
                 self.observer.start_action(index, Kind.F)
-            output = stage.forward(microbatch, inputs.args[given], inputs.kwargs[given], inputs.return_outputs)
+            output = stage.forward(
+                microbatch, inputs.args[given], inputs.kwargs[given], inputs.return_outputs
+            )
             self._hand_on(step, stage, output)
             extra = (inputs.loss_kwargs,) if self._takes_loss_kwargs else ()
             self.schedule._maybe_compute_loss(stage.stage, output, inputs.targets, given, *extra)
             if self.observer is not None:
                 self.observer.finish_action(index, Kind.F)
             if stage.queue is not None and not stage.queue.is_graph_known:
-                stage.queue.check_graph(self.schedule._internal_losses[-1] if stage.stage.is_last else output)
+                stage.queue.check_graph(
+                    self.schedule._internal_losses[-1] if stage.stage.is_last else output
+                )
             self._clock.add_action(index, Kind.F, started)
 
     def _backward(self, step: Step, stage: Stage) -> bool:
@@ -309,7 +325,9 @@ class Engine:
             tensors = stage.buffers.list_outputs(microbatch, Kind.F if is_forward else Kind.B)
             try:
                 # An input gradient has the shape of the tensor that its receiver sent.
-                self.messages.send(tensors, step.receiver, with_sizes=is_forward and stage.buffers.varies)
+                self.messages.send(
+                    tensors, step.receiver, with_sizes=is_forward and stage.buffers.varies
+                )
             except RuntimeError as error:
                 raise self._make_message_error(step.receiver, error) from error
             self._last_sent = step
@@ -408,7 +426,9 @@ class Engine:
     def _make_message_error(self, peer: int, error: RuntimeError) -> PipelineRankError:
         self.messages.abandon()
         self._is_connected = False
-        text = self._failures.read() or f"a message between it and {self._name(peer)} failed ({error})"
+        text = (
+            self._failures.read() or f"a message between it and {self._name(peer)} failed ({error})"
+        )
         made = PipelineRankError(
             f"the pipeline stopped on {self._name(self.program.rank)}: {text.rstrip('.')}. "
             "Gradients of this step are "
@@ -480,7 +500,9 @@ class Engine:
             if step.receiver is not None and step is not self._last_sent:
                 is_forward = step.action.kind is Kind.F
                 buffers = self.stages[step.action.stage].buffers
-                blank = buffers.make_blank_outputs(Kind.F if is_forward else Kind.B, step.action.microbatch)
+                blank = buffers.make_blank_outputs(
+                    Kind.F if is_forward else Kind.B, step.action.microbatch
+                )
                 self.messages.send(blank, step.receiver, with_sizes=is_forward and buffers.varies)
             self._refuse_to_reduce(step, failure)
         self.messages.finish()
@@ -489,7 +511,11 @@ class Engine:
         """Take part in the decision of the replicas at a step, unless this rank already has."""
         index = step.action.stage
         stage = self.stages[index]
-        decides = step.is_last_backward if stage.reduces_in_backward else step.reduces and stage.reduces_after_backward
+        decides = (
+            step.is_last_backward
+            if stage.reduces_in_backward
+            else step.reduces and stage.reduces_after_backward
+        )
         if decides and index not in self._decided:
             self._decided.add(index)
             stage.data_parallel.replicas.decide(failure)

@@ -47,7 +47,14 @@ class FirstStep:
         has_begun: Whether the step has begun.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, begins_as_stock: bool, on_host: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        begins_as_stock: bool,
+        on_host: bool,
+    ) -> None:
         # Messages of stock PyTorch and of the engine do not match, so all ranks choose the same.
         self.is_stock = any(gather_values(group, "pipeline: first step", begins_as_stock))
         self.has_begun = False
@@ -98,7 +105,9 @@ class FirstStep:
                 restore()
             raise
         if not self._on_host and any(connects_by_metadata(stage.stage) for stage in stages):
-            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device), group=self._group)
+            dist.all_reduce(
+                torch.zeros(1, dtype=torch.float32, device=self._device), group=self._group
+            )
 
     def _run(
         self,
@@ -110,7 +119,9 @@ class FirstStep:
         def infer() -> None:
             with contextlib.ExitStack() as stack:
                 for stage in stages:
-                    send, receive = (functools.partial(do, stage.stage) for do in (self._send, self._receive))
+                    send, receive = (
+                        functools.partial(do, stage.stage) for do in (self._send, self._receive)
+                    )
                     stack.enter_context(exchanging_metadata(stage.stage, send, receive))
                 initialize()
 
@@ -165,7 +176,10 @@ class FirstStep:
 
     def _receive(self, stage: Any, sender: int) -> Any:
         rank = stage.stage_index_to_group_rank[sender]
-        key, limit_s = self._key(rank, sender, stage.stage_index), group_timeout_s(self._group, self._device)
+        key, limit_s = (
+            self._key(rank, sender, stage.stage_index),
+            group_timeout_s(self._group, self._device),
+        )
         deadline, pause = time.monotonic() + limit_s, 0.001
         while not self._store.check([key]):
             failure = self._vote.read()

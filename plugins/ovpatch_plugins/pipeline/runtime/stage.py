@@ -109,7 +109,10 @@ class Stage:
             takes_others = splits or delay == "on"
             if takes_others not in self._queues:
                 self._queues[takes_others] = DeferredLinears(
-                    self.stage.submod, self.report, takes_others=takes_others, is_fused=self._is_fused
+                    self.stage.submod,
+                    self.report,
+                    takes_others=takes_others,
+                    is_fused=self._is_fused,
                 )
             self.queue = self._queues[takes_others]
 
@@ -137,9 +140,13 @@ class Stage:
         if self.queue is not None and not self.queue.is_graph_known:
             self.queue.start_forward(microbatch)
         if not self.buffers.varies:
-            return self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
+            return self.stage.forward_one_chunk(
+                microbatch, args, kwargs, save_forward_output=keep_output
+            )
         with self._unchecked():
-            output = self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
+            output = self.stage.forward_one_chunk(
+                microbatch, args, kwargs, save_forward_output=keep_output
+            )
         self.buffers.keep_output_sizes(microbatch, output)
         return output
 
@@ -163,10 +170,14 @@ class Stage:
         with self._unchecked() if self.buffers.varies else contextlib.nullcontext():
             if queue is None or not queue.defers:
                 is_last = self._backwards == microbatches
-                self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=is_last)
+                self.stage.backward_one_chunk(
+                    microbatch, loss=loss, full_backward=True, last_backward=is_last
+                )
                 return False
             with queue.recording(microbatch):
-                self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=False)
+                self.stage.backward_one_chunk(
+                    microbatch, loss=loss, full_backward=True, last_backward=False
+                )
         return True
 
     def finish_backward(self, microbatch: int, check_peers: Callable[[], None]) -> None:
@@ -236,7 +247,11 @@ class Stage:
 
         Torch 2.11 always compares them, later versions for debugging.
         """
-        checks = [name for name in ("_validate_fwd_input", "_validate_fwd_outputs") if hasattr(self.stage, name)]
+        checks = [
+            name
+            for name in ("_validate_fwd_input", "_validate_fwd_outputs")
+            if hasattr(self.stage, name)
+        ]
         changed: dict[str, Any] = dict.fromkeys(checks, _check_nothing)
         if hasattr(self.stage, "_runtime_validate"):
             changed["_runtime_validate"] = False
@@ -262,12 +277,18 @@ class Stage:
             module.reshard()
 
     def _list_fsdp_modules(self) -> list[Any]:
-        return [module for module in self.stage.submod.modules() if is_fsdp2(module)] if self.is_fully_sharded else []
+        return (
+            [module for module in self.stage.submod.modules() if is_fsdp2(module)]
+            if self.is_fully_sharded
+            else []
+        )
 
     @property
     def reduces_in_backward(self) -> bool:
         """True if the step's last backward reduces gradients, because weight gradients are not deferred."""
-        return self.data_parallel.reduces_in_backward and not (self.queue is not None and self.queue.defers)
+        return self.data_parallel.reduces_in_backward and not (
+            self.queue is not None and self.queue.defers
+        )
 
     @property
     def reduces_after_backward(self) -> bool:

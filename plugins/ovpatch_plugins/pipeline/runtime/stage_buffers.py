@@ -63,7 +63,10 @@ class StageBuffers:
         """
         is_new = False
         self._sizes.clear()
-        for infos, kept in ((self._stage.args_recv_info, self._inputs), (self._stage.grad_recv_info, self._grads)):
+        for infos, kept in (
+            (self._stage.args_recv_info, self._inputs),
+            (self._stage.grad_recv_info, self._grads),
+        ):
             for microbatch, items in infos.items():
                 shapes = kept.get(microbatch)
                 if shapes is None or has_buffers(items):
@@ -91,7 +94,9 @@ class StageBuffers:
             default=0,
         )
 
-    def make(self, kind: Kind, microbatch: int, sizes: Sequence[torch.Size] | None = None) -> list[Tensor]:
+    def make(
+        self, kind: Kind, microbatch: int, sizes: Sequence[torch.Size] | None = None
+    ) -> list[Tensor]:
         """Allocate the buffers of a message, and return those to receive into.
 
         Args:
@@ -100,7 +105,9 @@ class StageBuffers:
             sizes: Shapes of the tensors of a message for F, if they vary.
         """
         is_forward = kind is Kind.F
-        infos = (self._stage.args_recv_info if is_forward else self._stage.grad_recv_info)[microbatch]
+        infos = (self._stage.args_recv_info if is_forward else self._stage.grad_recv_info)[
+            microbatch
+        ]
         shapes = (self._inputs if is_forward else self._grads)[microbatch]
         if sizes is not None:
             self._sizes[Kind.F, microbatch] = list(sizes)
@@ -127,7 +134,9 @@ class StageBuffers:
     def keep_output_sizes(self, microbatch: int, output: Any) -> None:
         """Note the shapes of an output, which the gradients that B reads have as well."""
         parts = output if isinstance(output, (tuple, list)) else [output]
-        self._sizes[Kind.B, microbatch] = [_local(part).shape for part in parts if isinstance(part, Tensor)]
+        self._sizes[Kind.B, microbatch] = [
+            _local(part).shape for part in parts if isinstance(part, Tensor)
+        ]
 
     def list_outputs(self, microbatch: int, kind: Kind) -> list[Tensor]:
         """Return the tensors of the message that F or B sends.
@@ -136,7 +145,11 @@ class StageBuffers:
             ValueError: Their shapes are not those that the receiver expects.
         """
         stage = self._stage
-        ops = stage.get_fwd_send_ops(microbatch) if kind is Kind.F else stage.get_bwd_send_ops(microbatch)
+        ops = (
+            stage.get_fwd_send_ops(microbatch)
+            if kind is Kind.F
+            else stage.get_bwd_send_ops(microbatch)
+        )
         tensors = [op.tensor for op in ops]
         if kind is Kind.F:
             if not self.varies:
@@ -166,7 +179,9 @@ class StageBuffers:
         found = [tensor.shape for tensor in tensors]
         # A traced stage may send a part of its outputs.
         if found != self._expected and len(found) == len(self._expected):
-            made, wanted = ([tuple(shape) for shape in shapes] for shapes in (found, self._expected))
+            made, wanted = (
+                [tuple(shape) for shape in shapes] for shapes in (found, self._expected)
+            )
             raise ValueError(
                 f"stage {self._stage.stage_index} sends tensors of shapes {made}, and its receiver "
                 f"expects {wanted}, "
@@ -200,7 +215,9 @@ def release_buffers(stage: Any) -> None:
     for infos, kept in zip((stage.args_recv_info, stage.grad_recv_info), taken, strict=True):
         for microbatch, items in infos.items():
             if microbatch in kept and not makes_buffers(stage):
-                set_buffers(items, [_make_buffer(shape, stage.device) for shape in kept[microbatch]])
+                set_buffers(
+                    items, [_make_buffer(shape, stage.device) for shape in kept[microbatch]]
+                )
         kept.clear()
 
 
@@ -223,7 +240,9 @@ def _resize(shapes: Sequence[Tensor | None], sizes: Sequence[torch.Size]) -> lis
     left, made = list(sizes), list[Tensor | None]()
     for number, shape in enumerate(shapes):
         # B reads a size for each output, also for outputs without a gradient.
-        size = sizes[number] if len(sizes) == len(shapes) else None if shape is None else left.pop(0)
+        size = (
+            sizes[number] if len(sizes) == len(shapes) else None if shape is None else left.pop(0)
+        )
         if shape is None or size is None or size == shape.shape:
             made.append(shape)
             continue

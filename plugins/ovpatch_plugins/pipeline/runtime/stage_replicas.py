@@ -93,7 +93,8 @@ class DataParallel(LocalGradients):
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         searches = wrapper.find_unused_parameters or wrapper.static_graph
         super().__init__(
-            "DistributedDataParallel(find_unused_parameters or static_graph) looks for parameters in the last backward"
+            "DistributedDataParallel(find_unused_parameters or static_graph) looks for parameters "
+            "in the last backward"
             if searches
             else "",
             [wrapper.process_group],
@@ -110,7 +111,9 @@ class DataParallel(LocalGradients):
             return
         params = [param for param in self._wrapper.parameters() if param.requires_grad]
         kept = [param.grad for param in params]
-        contents = [None if grad is None else grad.clone() for grad in kept]  # gradients may be views of buckets
+        contents = [
+            None if grad is None else grad.clone() for grad in kept
+        ]  # gradients may be views of buckets
         with torch.no_grad(), _without_hooks(params):
             for param in params:
                 param.grad = None
@@ -127,7 +130,11 @@ class DataParallel(LocalGradients):
 
     def reduce(self) -> None:
         """Give all gradients to the reducer as those of one backward."""
-        params = [param for param in self._wrapper.parameters() if param.requires_grad and param.grad is not None]
+        params = [
+            param
+            for param in self._wrapper.parameters()
+            if param.requires_grad and param.grad is not None
+        ]
         grads: list[Tensor] = [param.grad for param in params]
         self._wrapper.reducer.prepare_for_backward([])
         for param in params:
@@ -140,7 +147,10 @@ class DataParallel(LocalGradients):
 def _without_hooks(params: Sequence[Any]) -> Iterator[None]:
     """Take the script's hooks off parameters while the block runs; reducers have theirs elsewhere."""
     tables = [
-        table for param in params for table in (param._backward_hooks, param._post_accumulate_grad_hooks) if table
+        table
+        for param in params
+        for table in (param._backward_hooks, param._post_accumulate_grad_hooks)
+        if table
     ]
     hooks = [dict(table) for table in tables]
     try:
@@ -170,9 +180,13 @@ class FullyShardedGradients(LocalGradients):
     def accumulate(self) -> None:
         """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
         if self._params is None:
-            self._params = [param for param in self._list_params() if param.reduce_dtype is not None]
+            self._params = [
+                param for param in self._list_params() if param.reduce_dtype is not None
+            ]
         for param in self._params:
-            if hasattr(param, "_unsharded_param") and hasattr(param, "to_accumulated_grad_if_needed"):
+            if hasattr(param, "_unsharded_param") and hasattr(
+                param, "to_accumulated_grad_if_needed"
+            ):
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
 
@@ -218,7 +232,8 @@ def make_data_parallel(module: nn.Module) -> LocalGradients:
 def is_data_parallel(module: nn.Module) -> bool:
     """Return whether a module or a part of it is wrapped for data parallelism."""
     return any(
-        isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner) for inner in module.modules()
+        isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner)
+        for inner in module.modules()
     )
 
 

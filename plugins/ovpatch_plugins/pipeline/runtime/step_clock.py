@@ -152,7 +152,9 @@ class DeviceClock:
         make_event: Makes an event. Tests without a device replace it.
     """
 
-    def __init__(self, times: StepTimes, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, times: StepTimes, device: torch.device, make_event: Callable[[], Any] | None = None
+    ) -> None:
         self._times = times
         self._device = device
         self._make_event = make_event or _make_event
@@ -166,7 +168,9 @@ class DeviceClock:
         while self._measured and self._measured[0][3].query():
             stage, kind, started, ended = self._measured.popleft()
             seconds = started.elapsed_time(ended) / 1000
-            (self._times.steps if stage is None else self._times.actions[stage, kind]).append(seconds)
+            (self._times.steps if stage is None else self._times.actions[stage, kind]).append(
+                seconds
+            )
             self._free += [started, ended]
         self._started = self.now()
 
@@ -181,7 +185,9 @@ class DeviceClock:
     def now(self) -> Any:
         """Record an event."""
         event = self._free.pop() if self._free else self._make_event()
-        event.record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
+        event.record(
+            torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        )
         return event
 
     def add_action(self, stage: int, kind: Kind, started: Any) -> None:

@@ -81,12 +81,21 @@ class StepFailures:
     def wait_for_readers(self) -> None:
         """Wait, for some seconds at most, until peers have read of a failure, if this rank hosts the store."""
         store, key = group_store(self._group), self._key()
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which outlives the ranks
-        if store is None or by_agent or dist.get_rank() or not isinstance(unwrap_store(store), dist.TCPStore):
+        by_agent = (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # torchrun's, which outlives the ranks
+        if (
+            store is None
+            or by_agent
+            or dist.get_rank()
+            or not isinstance(unwrap_store(store), dist.TCPStore)
+        ):
             return
         peers = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
         with suppress(dist.DistStoreError):
-            store.wait([f"{key}/read by {rank}" for rank in peers], timedelta(seconds=_READERS_TIMEOUT_S))
+            store.wait(
+                [f"{key}/read by {rank}" for rank in peers], timedelta(seconds=_READERS_TIMEOUT_S)
+            )
 
     def _key(self) -> str:
         return f"{self._name}/{self.step}"

@@ -20,9 +20,18 @@ import torch
 from torch import Tensor
 
 _INITIALIZED: Final = tuple(
-    f"_{stages}_{way}_initialized" for stages in ("stage", "stages") for way in ("forward", "backward")
+    f"_{stages}_{way}_initialized"
+    for stages in ("stage", "stages")
+    for way in ("forward", "backward")
 )
-_STATES: Final = ("fwd_cache", "_forward_chunk_states", "bwd_cache", "dw_runner", "backward_state", "output_chunks")
+_STATES: Final = (
+    "fwd_cache",
+    "_forward_chunk_states",
+    "bwd_cache",
+    "dw_runner",
+    "backward_state",
+    "output_chunks",
+)
 
 
 # --- messages ---
@@ -51,7 +60,9 @@ def _find_shape(info: Any) -> Tensor | None:
     if not hasattr(info, "take_buffer"):
         buffer = getattr(info, "buffer", None)
         return None if buffer is None else shape_of(buffer)
-    return None if info.is_root_arg or info.tensor_meta is None else _shape_of_meta(info.tensor_meta)
+    return (
+        None if info.is_root_arg or info.tensor_meta is None else _shape_of_meta(info.tensor_meta)
+    )
 
 
 def set_buffers(infos: Sequence[Any], buffers: Sequence[Tensor | None]) -> None:
@@ -106,7 +117,9 @@ def find_output_nodes(stage: Any, microbatch: int) -> list[Any]:
         outputs, _ = stage.fwd_cache[microbatch]
     else:
         outputs = stage._forward_chunk_states[microbatch].stage_output_for_backward()
-    nodes = [one.grad_fn if isinstance(one, Tensor) else getattr(one, "node", None) for one in outputs]
+    nodes = [
+        one.grad_fn if isinstance(one, Tensor) else getattr(one, "node", None) for one in outputs
+    ]
     return [node for node in nodes if node is not None]
 
 
@@ -158,7 +171,11 @@ def exchanging_metadata(stage: Any, send: Send, receive: Receive) -> Iterator[No
     if hasattr(stage, "_recv_meta"):
         changed: dict[str, Any] = {"_send_meta": send, "_recv_meta": receive}
     elif hasattr(stage, "_shape_inference"):  # torch 2.11
-        changed = {"_shape_inference": functools.partial(_infer_shapes, stage, stage._shape_inference, send, receive)}
+        changed = {
+            "_shape_inference": functools.partial(
+                _infer_shapes, stage, stage._shape_inference, send, receive
+            )
+        }
     else:  # a traced stage, which knows its shapes
         changed = {}
     with setting_attributes(stage, changed):
@@ -180,7 +197,12 @@ def setting_attributes(stage: Any, changed: Mapping[str, Any]) -> Iterator[None]
 
 
 def _infer_shapes(
-    stage: Any, infer: Callable[..., Any], send: Send, receive: Receive, args: Any, kwargs: Any = None
+    stage: Any,
+    infer: Callable[..., Any],
+    send: Send,
+    receive: Receive,
+    args: Any,
+    kwargs: Any = None,
 ) -> Any:
     """Infer shapes as ``_shape_inference`` of torch 2.11 does, which is one function with its messages.
 

@@ -13,7 +13,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
 
 from ovpatch.overlap.pipelining.ir import BidirectionalPlacement
 from ovpatch_plugins.pipeline.runtime.pipeline_shape import PipelineShape, StageInfo
@@ -43,11 +47,16 @@ class ScheduleBidirectional(PipelineScheduleMulti):
     """
 
     def __init__(
-        self, stages: Sequence[Any], n_microbatches: int, loss_fn: Callable[..., Tensor] | None = None, **options: Any
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        **options: Any,
     ) -> None:
         if n_microbatches < _WAYS or n_microbatches % _WAYS:
             raise ValueError(
-                f"{n_microbatches} microbatches do not divide into two directions. Give an even n_microbatches."
+                f"{n_microbatches} microbatches do not divide into two directions. Give an even "
+                "n_microbatches."
             )
         super().__init__(list(stages), n_microbatches, loss_fn, **options)
         ranks = self.pp_group_size
@@ -81,14 +90,18 @@ class ScheduleBidirectional(PipelineScheduleMulti):
             ),
         )
 
-    def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
+    def _initialize_stages(
+        self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None
+    ) -> None:
         for way in self.ways:
             way._has_backward = self._has_backward
             initialize_stages(way, args, kwargs, target, loss_kwargs)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
         own: Any = super()  # untyped in torch
-        return own._maybe_get_loss(stage, mb_index) if stage.is_last else None  # else losses are of the other way
+        return (
+            own._maybe_get_loss(stage, mb_index) if stage.is_last else None
+        )  # else losses are of the other way
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
         if losses is not None:
@@ -114,7 +127,9 @@ class ScheduleBidirectional(PipelineScheduleMulti):
             has_losses = losses is not None and way._stage.is_last
             targets = None if target_mbs is None else target_mbs[own]
             own_losses = losses if has_losses else None
-            way._step_microbatches(arg_mbs[own], kwarg_mbs[own], targets, own_losses, return_outputs, **extra)
+            way._step_microbatches(
+                arg_mbs[own], kwarg_mbs[own], targets, own_losses, return_outputs, **extra
+            )
 
 
 class ReplicaGrads:
@@ -140,7 +155,9 @@ class ReplicaGrads:
 
     def _list_params(self) -> list[nn.Parameter]:
         known = {id(param) for param in self._left_out()}
-        params = [param for part in self._parts for param in part.parameters() if param.requires_grad]
+        params = [
+            param for part in self._parts for param in part.parameters() if param.requires_grad
+        ]
         return [param for param in dict.fromkeys(params) if id(param) not in known]
 
     def _check_equal(self) -> None:
@@ -158,7 +175,11 @@ class ReplicaGrads:
         dist.all_reduce(any_differs, dist.ReduceOp.MAX, group=self._pipeline)
         if any_differs.item():
             names = [name for name, differ in zip(named, differs.tolist(), strict=True) if differ]
-            where = f"{names[0]} and {len(names) - 1} more differ here" if names else "they differ on other ranks"
+            where = (
+                f"{names[0]} and {len(names) - 1} more differ here"
+                if names
+                else "they differ on other ranks"
+            )
             raise RuntimeError(
                 "the two replicas of a bidirectional pipeline do not have the same weights: "
                 f"{where}. Load a "
@@ -174,7 +195,9 @@ class ReplicaGrads:
         if not self._are_checked:
             self._check_equal()
             self._are_checked = True
-        self._kept = [(param, param.grad.clone()) for param in self._list_params() if param.grad is not None]
+        self._kept = [
+            (param, param.grad.clone()) for param in self._list_params() if param.grad is not None
+        ]
         for param, _ in self._kept:
             param.grad = None
 

@@ -77,12 +77,21 @@ class StashedStage(Stage):
     """
 
     def __init__(self, info: StageInfo, options: StageOptions, *, schedule: Any) -> None:
-        super().__init__(info, replace(options, delay_wgrad_compute="off", is_fused=False, sends=False, splits=False))
-        self.objection = self.report.objection = "weight_stash steps the optimizer behind each backward"
+        super().__init__(
+            info,
+            replace(options, delay_wgrad_compute="off", is_fused=False, sends=False, splits=False),
+        )
+        self.objection = self.report.objection = (
+            "weight_stash steps the optimizer behind each backward"
+        )
         self._optimizers: list[torch.optim.Optimizer] = attached_values(schedule)[_OPTIMIZERS]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._version: dict[int, Tensor] = {}  # copies of the newest weights, by id of the parameter
-        self._stashes: dict[int, dict[int, nn.Parameter]] = {}  # by microbatch, those of its forward
+        self._version: dict[
+            int, Tensor
+        ] = {}  # copies of the newest weights, by id of the parameter
+        self._stashes: dict[
+            int, dict[int, nn.Parameter]
+        ] = {}  # by microbatch, those of its forward
 
     def start_step(self, *, finalizes: bool) -> None:
         """Begin a step.
@@ -93,9 +102,16 @@ class StashedStage(Stage):
         super().start_step(finalizes=finalizes)
         self._drop()
         modules = dict.fromkeys(self.stage.submod.modules())
-        found = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+        found = [
+            (module, name, p)
+            for module in modules
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
         self._places = [place for place in found if place[2].requires_grad]
-        owned = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        owned = {
+            id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]
+        }
         for place in self._places:
             self._check(place, owned)
 
@@ -103,14 +119,19 @@ class StashedStage(Stage):
         param = place[2]
         if type(param) is not nn.Parameter:
             self._refuse(
-                place, f"is of class {type(param).__name__}, which weight_stash cannot copy. Leave it as it was"
+                place,
+                f"is of class {type(param).__name__}, which weight_stash cannot copy. Leave it as "
+                "it was",
             )
         if id(param) not in owned:
             self._refuse(place, "is in no optimizer of attach_optimizer(). Add it, or freeze it")
         if has_hooks(param):
             self._refuse(place, "has hooks, which weight_stash would not call. Remove them")
         if param.grad is not None:
-            self._refuse(place, "has a gradient when schedule.step() begins. Call optimizer.zero_grad() before")
+            self._refuse(
+                place,
+                "has a gradient when schedule.step() begins. Call optimizer.zero_grad() before",
+            )
 
     def forward(self, microbatch: int, args: Any, kwargs: Any, keep_output: bool) -> Any:
         """Compute F with the newest weights, and stash them."""
@@ -133,7 +154,10 @@ class StashedStage(Stage):
         check_peers()
         for place in self._places:
             if place[2].grad is not None:
-                self._refuse(place, "is read around its module, which has the stashed one. Read it from its module")
+                self._refuse(
+                    place,
+                    "is read around its module, which has the stashed one. Read it from its module",
+                )
         stash = self._stashes.pop(microbatch)
         params = list(dict.fromkeys(param for *_, param in self._places))
         for param in params:
