@@ -48,6 +48,10 @@ def find_reason_for_stock(
         return "DistributedDataParallel(mixed_precision=...) brings its own hooks"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "delay_all_reduce_named_params has its own reduction"
+    # A copy that is made inside `join()` keeps notifying the ranks that have joined, through the
+    # C++ reducer, because stock PyTorch copies this setting as well.
+    if ddp._join_config.enable:
+        return "it is a copy of a model inside join(), which shadows the collectives of the C++ reducer"
     if any(_is_dtensor(param) for param in params):
         return "parameters are DTensors"
     if group_store(ddp.process_group) is None:

@@ -73,13 +73,36 @@ def loop_generic_join() -> list[Record]:
         return steps(wrapped, 2 + dist.get_rank())
 
 
+def loop_copies_in_join() -> list[Record]:
+    """The copies keep the settings of the join, so their forwards notify ranks that have joined."""
+    wrapped = DDP(net())
+    buffer = io.BytesIO()
+    with wrapped.join():
+        records = steps(wrapped, 2)
+        copies = [copy.deepcopy(wrapped)]
+        torch.save(wrapped, buffer)
+    copies.append(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False))
+    for model in copies:
+        records += steps(model, 2, start=2)
+    return records
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("loop", [loop_comm_hook, loop_builtin_hook, loop_join, loop_generic_join])
-def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, world, loop):
+@pytest.mark.parametrize(
+    ("loop", "models"),
+    [
+        (loop_comm_hook, 1),
+        (loop_builtin_hook, 1),
+        (loop_join, 1),
+        (loop_generic_join, 1),
+        (loop_copies_in_join, 3),
+    ],
+)
+def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, world, loop, models):
     for result in ranks(world)(both_with_remarks, loop):
         # Not bitwise on 3 ranks: the stock reducer that comes late cuts its buckets later than one that was there.
         compare(result["stock"], result["patched"]).assert_equal()
-        assert result["counters"]["stock_models"] == 1
+        assert result["counters"]["stock_models"] == models
         assert "keeps the stock reducer" in result["remarks"][0]
 
 
