@@ -106,9 +106,9 @@ class clips_in_any_order(_SecondOptimizer):
 
 
 # Votes of two process groups do not see each other: dist_optimizer-reference.md, "Limits".
-# The step of Adafactor raises for an empty parameter: before a step that ranks take together on one rank, after it on
-# another one.
-@habit(without=("process_group", "empty_parameter"))
+# Adafactor's step raises for an empty parameter, and GradScaler's for an optimizer without gradients:
+# before a step that ranks take together on one rank, after it on another one.
+@habit(without=("process_group", "empty_parameter", "loss_of_the_parameters_alone"))
 class unscales_in_any_order(_SecondOptimizer):
     """Ranks unscale two optimizers in different orders."""
 
