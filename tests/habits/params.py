@@ -141,10 +141,14 @@ class vector(Loop):
 
     def stepped(self, step):
         super().stepped(step)
-        flat = nn.utils.parameters_to_vector(self.params)
-        if step == 2:
-            nn.utils.vector_to_parameters(flat * 0.9, self.params)
-        self.see("vector", flat)
+        # One vector of several dtypes would change the dtype of parameters. In stock PyTorch, a
+        # wrapped model then loses gradients, and a later forward raises.
+        for dtype in dict.fromkeys(p.dtype for p in self.params):
+            params = [p for p in self.params if p.dtype == dtype]
+            flat = nn.utils.parameters_to_vector(params)
+            if step == 2:
+                nn.utils.vector_to_parameters(flat * 0.9, params)
+            self.see("vector", flat)
 
 
 @habit()
