@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,7 +16,12 @@ from tests.habits.loop import Choice, Loop, habit, loss_of
 
 
 def _optimizer(
-    name: str, doc: str, classes: str, kwargs: dict[str, Any], *variants: tuple[dict[str, Any], ...]
+    name: str,
+    doc: str,
+    classes: str,
+    kwargs: dict[str, Any],
+    *variants: tuple[dict[str, Any], ...],
+    without: Collection[str] = (),
 ) -> None:
     """Add a habit of an optimizer of one of some classes, with one of each of the variants of its arguments."""
 
@@ -28,7 +34,7 @@ def _optimizer(
 
     members = {f"_{name}__variant{i}": Choice(*values) for i, values in enumerate(variants)}
     members |= {f"_{name}__class": Choice(*classes.split()), "optimizer": optimizer}
-    habit()(type(name, (Loop,), members | {"__doc__": doc, "__module__": __name__}))
+    habit(without=without)(type(name, (Loop,), members | {"__doc__": doc, "__module__": __name__}))
 
 
 _FOREACH = ({}, {"foreach": True}, {"foreach": False})
@@ -68,6 +74,8 @@ _optimizer(
     ({}, {"momentum": 0.9}),
     ({}, {"centered": True}),
     ({}, {"foreach": True}),
+    # Momentum adds up differences of rounding, which are the size of a step while the root is small.
+    without=("bfloat16_layer",),
 )
 _optimizer(
     "adagrad",
