@@ -68,8 +68,9 @@ class _SecondOptimizer(_Second):
         self.opt2.zero_grad()
 
 
-# Votes of two process groups do not see each other: dist_optimizer-reference.md, "Limits".
-@habit(without=("process_group",))
+# Votes of two process groups do not see each other, and a peer in a collective of the script, as in
+# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits".
+@habit(without=("process_group", "zero_redundancy"))
 class steps_in_any_order(_SecondOptimizer):
     """Ranks step two optimizers in different orders."""
 
@@ -84,8 +85,9 @@ class steps_in_any_order(_SecondOptimizer):
             opt.step()
 
 
-# Votes of two process groups do not see each other: dist_optimizer-reference.md, "Limits".
-@habit(without=("process_group",))
+# Votes of two process groups do not see each other, and a peer in a collective of the script, as in
+# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits".
+@habit(without=("process_group", "zero_redundancy"))
 class clips_in_any_order(_SecondOptimizer):
     """Ranks clip two models in different orders."""
 
@@ -108,7 +110,9 @@ class clips_in_any_order(_SecondOptimizer):
 # Votes of two process groups do not see each other: dist_optimizer-reference.md, "Limits".
 # Adafactor's step raises for an empty parameter, and GradScaler's for an optimizer without gradients:
 # before a step that ranks take together on one rank, after it on another one.
-@habit(without=("process_group", "empty_parameter", "loss_of_the_parameters_alone"))
+@habit(
+    without=("process_group", "zero_redundancy", "empty_parameter", "loss_of_the_parameters_alone")
+)
 class unscales_in_any_order(_SecondOptimizer):
     """Ranks unscale two optimizers in different orders."""
 
@@ -133,8 +137,9 @@ class unscales_in_any_order(_SecondOptimizer):
         self.__scaler.update()
 
 
-# Votes of two process groups do not see each other: dist_optimizer-reference.md, "Limits".
-@habit(without=("process_group",))
+# Votes of two process groups do not see each other, and a peer in a collective of the script, as in
+# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits".
+@habit(without=("process_group", "zero_redundancy"))
 class new_optimizers_in_any_order(_SecondOptimizer):
     """Ranks create two new optimizers, and step them, in different orders."""
 
