@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import fresh_reports
+from tests.support import fresh_reports, patience
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -636,7 +636,7 @@ def test_every_module_imports_alone_without_a_warning_and_most_without_torch(tmp
         env=clean(os.environ),
         capture_output=True,
         text=True,
-        timeout=600,  # a busy machine
+        timeout=patience.scale(600),  # a busy machine
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -680,7 +680,7 @@ def test_without_torch_distributed_and_triton_it_says_why_a_feature_is_off(tmp_p
         env=clean(os.environ) | {"OVPATCH": "all"},
         capture_output=True,
         text=True,
-        timeout=600,  # a busy machine
+        timeout=patience.scale(600),  # a busy machine
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from ovpatch import api, autoload, logs
 from ovpatch.session import worker_reports
+from tests.support import patience
 from tests.support.environment import clean, forget
 
 STATE = """
@@ -34,7 +35,7 @@ def start(tmp_path):
             env={**clean(os.environ), **environ},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience.scale(120),
             cwd=tmp_path,
         )
         assert done.stdout == ""

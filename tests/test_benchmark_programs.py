@@ -25,6 +25,7 @@ from benchmarks.programs import (
     summarize,
 )
 from ovpatch.insight.launch import find_processes
+from tests.support import patience
 from tests.support.preloaded import preloaded
 
 RUN = {
@@ -290,7 +291,7 @@ def test_rows_are_commands_that_their_scripts_take(tmp_path):
             "--best",
             f"--turns={tmp_path}",
         ]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(run, capture_output=True, text=True, timeout=patience.scale(100))
         assert "the process that gives turns has ended" in done.stderr
 
 

@@ -17,6 +17,7 @@ import pytest
 from benchmarks import moe_layer, suite, tables
 from benchmarks.message_clock import replay
 from benchmarks.suite import SHORT, SUITE, Row, run
+from tests.support import patience
 
 
 def test_operators_of_torch_are_there_in_a_fresh_process():
@@ -25,7 +26,11 @@ def test_operators_of_torch_are_there_in_a_fresh_process():
         for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=suite.ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        cwd=suite.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.scale(100),
     )
     assert done.returncode == 0, done.stderr
 
@@ -123,7 +128,7 @@ def test_one_rank_of_eight_is_measured_alone(tmp_path):
         [*command, "--batch=1", "--arms", *arms, "--json", result],
         cwd=suite.ROOT,
         capture_output=True,
-        timeout=200,
+        timeout=patience.scale(200),
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(result.read_text())

@@ -24,7 +24,7 @@ from ovpatch.session.report_table import wants_colour
 from ovpatch.session.session import Session
 from ovpatch.session.session_report import FeatureReport, Report
 from ovpatch.session.worker_reports import merge_reports
-from tests.support import fake_plugins
+from tests.support import fake_plugins, patience
 from tests.support.environment import clean, forget
 from tests.support.golden import check_golden
 
@@ -513,7 +513,7 @@ def test_a_reader_that_stops_reading_is_no_traceback(tmp_path):
         stderr=subprocess.PIPE,
         env=clean(os.environ),
         cwd=tmp_path,
-        timeout=60,
+        timeout=patience.scale(60),
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")
@@ -573,7 +573,7 @@ def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
             env=environ,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=patience.scale(180),
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from ovpatch.insight import pipeline_plan
 from ovpatch.planner import solver, what_if
 from ovpatch.settings.settings import SettingsError
 from ovpatch_plugins.pipeline.auto.order_race import CLEAR
+from tests.support import patience
 from tests.support.preloaded import preloaded
 
 
@@ -193,7 +194,11 @@ def test_torch_is_not_imported(command):
         "main(['pipeline', '--what-if', 'p=2,m=2,memory=1x']); print('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.scale(120),
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "False"
 

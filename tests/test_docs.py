@@ -29,6 +29,7 @@ from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
 from ovpatch.settings.options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
+from tests.support import patience
 from tests.support.environment import clean
 from tools import diagrams, docs_site, docs_table
 
@@ -553,7 +554,7 @@ def test_shell_scripts_in_the_documentation_can_be_parsed():
     assert len(scripts) >= 3
     for code in scripts:
         done = subprocess.run(
-            ["bash", "-n"], input=code, capture_output=True, text=True, timeout=60
+            ["bash", "-n"], input=code, capture_output=True, text=True, timeout=patience.scale(60)
         )
         assert done.returncode == 0, done.stderr
 
@@ -661,7 +662,7 @@ def test_python_in_the_documentation_runs(tmp_path):
         env={**clean(os.environ), **alone},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience.scale(300),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+from tests.support import patience
 from tests.support.environment import clean
 from tests.support.preloaded import preloaded
 
@@ -83,7 +84,7 @@ def output_of(program: str, *arguments: str) -> str:
 
 def output(command: list[str]) -> str:
     done = subprocess.run(
-        command, env=clean(os.environ), capture_output=True, text=True, timeout=120
+        command, env=clean(os.environ), capture_output=True, text=True, timeout=patience.scale(120)
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support import patience
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "ovpatch": "ovpatch",
@@ -28,7 +30,11 @@ pytestmark = pytest.mark.slow
 
 def run(*command, **kwargs):
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, **kwargs
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=patience.scale(120),
+        **kwargs,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

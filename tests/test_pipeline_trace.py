@@ -8,7 +8,7 @@ import os
 import subprocess
 from typing import Any
 
-from tests.support import pipeline_trace
+from tests.support import patience, pipeline_trace
 from tests.support.environment import clean
 from tests.support.preloaded import preloaded
 from tests.test_step_trace import ROOT, assert_ceilings, count, list_by_file
@@ -28,7 +28,9 @@ STEP = {
 def trace() -> dict[str, Any]:
     env = clean(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")])}
     command = [*preloaded(), pipeline_trace.__file__]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=patience.scale(120)
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found | {"calls": [tuple(call) for call in found["calls"]]}

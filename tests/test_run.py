@@ -12,6 +12,7 @@ import textwrap
 import pytest
 
 from ovpatch.cli import main
+from tests.support import patience
 from tests.support.environment import clean, forget
 from tests.support.fake_plugins import Site
 
@@ -288,7 +289,7 @@ def test_signals_are_forwarded_once(environ, tmp_path, name):
     try:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(getattr(signal, name))
-        process.communicate(timeout=60)
+        process.communicate(timeout=patience.scale(60))
         assert process.returncode == 41
     finally:
         process.kill()

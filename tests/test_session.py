@@ -14,7 +14,7 @@ import threading
 import pytest
 
 import ovpatch
-from tests.support import fake_plugins
+from tests.support import fake_plugins, patience
 from tests.support.environment import clean
 from tests.support.fake_plugins import ADD, REASON
 
@@ -130,7 +130,7 @@ def test_the_package_in_a_fresh_process(tmp_path):
         env=clean(os.environ),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.scale(120),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

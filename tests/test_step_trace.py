@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import step_trace
+from tests.support import patience, step_trace
 from tests.support.environment import clean
 from tests.support.preloaded import preloaded
 
@@ -124,7 +124,9 @@ def trace(*features: str) -> dict[str, Any]:
     """Return the trace of a step in a process with its own profiler, and a process group without peers."""
     command = [*preloaded(), step_trace.__file__, *features]
     env = clean(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")])}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=patience.scale(120)
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found | {"calls": [tuple(call) for call in found["calls"]]}

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import value as tool
 from ovpatch.session.plugins import Plugins, find_plugins
+from tests.support import patience
 from tests.support.environment import clean
 
 TEXT = tool.VALUE_FILE.read_text(encoding="utf-8")
@@ -116,7 +117,12 @@ def test_a_gain_compares_rounds_of_one_run_with_its_fastest_reference(tmp_path):
 def test_the_list_calls_a_value_experimental():
     command = [sys.executable, "-m", "ovpatch", "list", "pipeline"]
     done = subprocess.run(
-        command, env=clean(os.environ), capture_output=True, text=True, timeout=300, check=True
+        command,
+        env=clean(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=patience.scale(300),
+        check=True,
     )
     text = " ".join(done.stdout.replace("|", " ").split())
     assert "Experimental, without a measured gain: pipedream." in text

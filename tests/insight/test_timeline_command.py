@@ -19,7 +19,7 @@ from ovpatch.insight.timeline import timeline_export
 from ovpatch.insight.timeline.trace import read_trace
 from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
-from tests.support import scripts
+from tests.support import patience, scripts
 from tests.support.environment import forget
 from tests.support.preloaded import preloaded
 
@@ -142,12 +142,14 @@ class Browser:
 
         def fetch():
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(address.rpartition("/")[0] + "/summary.json", timeout=60)
+                urllib.request.urlopen(
+                    address.rpartition("/")[0] + "/summary.json", timeout=patience.scale(60)
+                )
             with urllib.request.urlopen(
-                urllib.request.Request(address, method="OPTIONS"), timeout=60
+                urllib.request.Request(address, method="OPTIONS"), timeout=patience.scale(60)
             ) as answer:
                 assert answer.headers["Access-Control-Allow-Origin"] == command.PAGE
-            with urllib.request.urlopen(address, timeout=60) as answer:
+            with urllib.request.urlopen(address, timeout=patience.scale(60)) as answer:
                 self.fetched = answer.read()
 
         self.thread = threading.Thread(target=fetch)

@@ -14,6 +14,7 @@ from ovpatch.cli import main
 from ovpatch.insight import variants
 from ovpatch.insight.verify.verification import Conclusion
 from tests.insight.programs import ROOT, TORCHRUN
+from tests.support import patience
 from tests.support.environment import clean, cleaned, free_port
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
@@ -262,7 +263,10 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
         for node in range(2)
     ]
     try:
-        found = [(process.communicate(timeout=100)[0], process.returncode) for process in nodes]
+        found = [
+            (process.communicate(timeout=patience.scale(100))[0], process.returncode)
+            for process in nodes
+        ]
     finally:
         for process in nodes:
             process.kill()

@@ -15,6 +15,7 @@ from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import Noise, RunComparison, Size, compare_runs, judge_value
 from ovpatch.insight.verify.recording import STEP, WHOLE, EventRecorder, RecordedRun, keep_value
 from tests.insight.chaos import Event, trained
+from tests.support import patience
 from tests.support.preloaded import preloaded
 
 SEED, DRAWS = 1, 5
@@ -252,5 +253,5 @@ for pieces in (2, 3, 1):
 def test_sums_are_near_and_not_the_same(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [*preloaded(), str(tmp_path / "program.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.scale(120))
     assert done.returncode == 0, done.stderr

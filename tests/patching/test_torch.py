@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ovpatch.patching import PatchManager
+from tests.support import patience
 from tests.support.preloaded import Server
 
 from .tools import only, plus, same, snapshot, states
@@ -154,7 +155,7 @@ assert len(frames) == 1, len(frames)
 assert [(status.state.value, status.calls, status.traces) for status in pm.statuses()] == [
     ("applied", 3, 1), ("applied", 0, 0)], pm.statuses()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=patience.scale(120))
 
 
 # Optimizers

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import compatibility as record
+from tests.support import patience
 
 HERE = Path(__file__).parent
 REPORT = {
@@ -131,7 +132,7 @@ def test_only_tests_that_pass_have_rows(tmp_path):
         cwd=record.ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience.scale(60),
     )
     assert "1 failed, 1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert [row["style"] for row in record.load(file)] == ["older", "passes"]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from tests.support import patience
 from tests.support.environment import clean, updated
 from tests.support.pool import start_server
 from tests.support.scripts import Result
@@ -202,7 +203,7 @@ class Cluster:
 
         ``{host}`` in the command is the number of the host, ``{master}`` the address of host 0.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patience.scale(timeout)
         text = command if isinstance(command, str) else shlex.join(command)
         programs = [
             self.start(host, text.format(host=host, master=self.addresses[0]), env=env)
@@ -333,7 +334,7 @@ class Job:
 
         A rank that died, or that does not end in time, has the result None.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patience.scale(timeout)
         results: list[Any] = [None] * len(self._connections)
         pending = dict(enumerate(self._connections))
         while pending and time.monotonic() < deadline:

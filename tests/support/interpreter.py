@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.kernels.symmetric_memory import Memory
+from tests.support import patience
 from tests.support.preloaded import Server
 
 _POLL = 1e-4  # seconds
@@ -55,7 +56,7 @@ def interpreted(
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=timeout,
+            timeout=patience.scale(timeout),
         )
         if _NO_SIGNATURE in done.stdout:
             pytest.skip(

@@ -35,7 +35,7 @@ from typing import Any, Final
 import pytest
 import torch.distributed as dist
 
-from tests.support import sharing, stacks, wire
+from tests.support import patience, sharing, stacks, wire
 from tests.support import worker as worker_module
 from tests.support.environment import clean, exactly, resolve_quickly
 from tests.support.failures import Fate, RankFailure, tail
@@ -99,7 +99,7 @@ class Pool:
             world: Number of ranks.
             function: A module-level function; it is sent by name, so decorators must keep ``__qualname__``.
             args: Its arguments; tensors arrive by value.
-            timeout: Seconds until the case fails with the stacks of all ranks.
+            timeout: Seconds until the case fails with the stacks of all ranks, on a quiet machine.
             backend: Of the default group; None leaves ``torch.distributed`` uninitialised. With NCCL the device is set
                 by rank, unless all share one.
             env: Environment variables of this case; None removes one. pytest's own environment of the moment does not
@@ -112,7 +112,7 @@ class Pool:
         __tracebackhide__ = True
         arguments = wire.dumps((args, kwargs))
         name = _name(function)
-        timeout *= sharing.PATIENCE if self._share_gpu else 1
+        limit = patience.scale(timeout * (sharing.PATIENCE if self._share_gpu else 1))
         workers = self._ready(world, alike="nccl" in (backend or ""))
         self._cases += 1
         try:
@@ -127,14 +127,14 @@ class Pool:
                         world,
                         gpu,
                         backend,
-                        timeout,
+                        limit,
                         port,
                         changes,
                         name,
                         arguments,
                     )
                 )
-            return self._finish(workers, name, time.monotonic() + timeout, timeout)
+            return self._finish(workers, name, time.monotonic() + limit, timeout)
         except BaseException:
             self._discard()
             raise
@@ -148,7 +148,7 @@ class Pool:
         values = [wire.loads(worker.fate.value) for worker in workers]
         for worker in workers:
             worker.clean_up()
-        self._gather(workers, time.monotonic() + _CLEAN_UP_S)
+        self._gather(workers, time.monotonic() + patience.scale(_CLEAN_UP_S))
         self._judge(workers, name, f"did not clean up within {_CLEAN_UP_S:g} s")
         return values
 

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tests.support import scripts
+from tests.support import patience, scripts
 from tests.support.environment import clean
 
 HERE: Final = Path(__file__).parent
@@ -64,7 +64,7 @@ class Server:
         )
         atexit.register(self.close)
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], _SECONDS)[0], (
+        assert select.select([self._process.stdout], [], [], patience.scale(_SECONDS))[0], (
             "the server does not start"
         )
         assert self._process.stdout.readline() == b"ready\n"

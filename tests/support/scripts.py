@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.support import patience
 from tests.support.environment import clean, updated
 
 _MARK: Final = "TEST_RUN_MARK"
@@ -82,7 +83,7 @@ def run(
         program = _Program(argv, Path(folder), env or {}, cwd)
         try:
             program.start()
-            program.wait(timeout)
+            program.wait(patience.scale(timeout))
             timed_out = program.running()
             if timed_out:
                 program.stop()
@@ -279,7 +280,7 @@ def _signal(pid: int, number: int) -> None:
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     """Wait for a condition; return whether it came true in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience.scale(seconds)
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from ovpatch.insight.launch import find_processes
+from tests.support import patience
 from tests.support.preloaded import preloaded
 from tests.support.scripts import until
 
@@ -50,7 +51,9 @@ def test_a_program_runs_as_python_runs_it(program, tmp_path, argument, code):
         "capture_output": True,
         "text": True,
     }
-    done = subprocess.run([*preloaded(), program, argument, "-x"], timeout=60, **how)
+    done = subprocess.run(
+        [*preloaded(), program, argument, "-x"], timeout=patience.scale(60), **how
+    )
     told, *rest = done.stdout.splitlines()
     assert (done.returncode, rest) == (code, ["at exit"]), done.stderr
     assert json.loads(told) == [

@@ -26,7 +26,7 @@ from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, on, some
 from tests.plugins.dist_optimizer.test_gpu import NCCL, WIDE, named, wide
-from tests.support import windows
+from tests.support import patience, windows
 
 BY_COPIES = {"copy_engines": "on"}
 
@@ -140,7 +140,9 @@ def test_a_rank_that_stays_away_is_noticed(where, noticed):
     command += ["-m", "tests.plugins.dist_optimizer.missing_rank", where]
     # The process ends at once, and not after what it had under way has been written down and torn down.
     env = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience.scale(120), env=env
+    )
     said = done.stdout + done.stderr
     assert done.returncode, said
     assert "rank 0 has ended step 2" in said, said

@@ -16,6 +16,7 @@ from ovpatch.planner.solver import Problem, find_lower_bound, solve
 from ovpatch.planner.zero_bubble import Choices, Operations, build_zero_bubble
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order
 from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECTORS, make_problem
+from tests.support import patience
 from tests.support.rarely import ALL_CASES
 
 
@@ -200,7 +201,7 @@ def test_processes_find_the_same_schedule():
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=patience.scale(120),
         ).stdout
         for seed in ("1", "2")
     }

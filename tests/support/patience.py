@@ -1,0 +1,20 @@
+"""Limits of waits that do not depend on how busy the machine is.
+
+A test waits for something that comes, or for something that hangs. A limit ends the second wait. On a
+machine with ten busy processes for each core, all takes ten times as long, and so does the limit.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+# Beyond this, a wait for something that hangs would outlast the run of all tests.
+_MOST_SHARES: Final = 20.0
+
+
+def scale(seconds: float) -> float:
+    """Return a limit in seconds for this machine, from the limit for a quiet machine."""
+    last_minute, last_five, _ = os.getloadavg()
+    shares = max(last_minute, last_five) / (os.cpu_count() or 1)
+    return seconds * min(max(shares, 1.0), _MOST_SHARES)

@@ -1,0 +1,55 @@
+"""Limits on a busy machine, and their use by all tests."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.support import patience
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "limit"),
+    [((0.1, 0.1, 9.0), 2, 60), ((8, 2, 0), 2, 240), ((2, 8, 0), 2, 240), ((500, 1, 1), 2, 1200)],
+)
+def test_a_limit_grows_with_the_processes_of_a_core(load, cores, limit):
+    with (
+        mock.patch("os.getloadavg", return_value=load),
+        mock.patch("os.cpu_count", return_value=cores),
+    ):
+        assert patience.scale(60) == limit
+
+
+def find_fixed_limits(source: str) -> list[int]:
+    """Return the lines on which a call of subprocess or of a process has a number as its limit."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (
+            ast.unparse(node.func.value) == "subprocess"
+            or node.func.attr in ("communicate", "urlopen")
+        )
+        for keyword in node.keywords
+        if keyword.arg == "timeout" and isinstance(keyword.value, ast.Constant)
+    ]
+
+
+def test_waits_for_processes_scale_their_limits():
+    assert find_fixed_limits("subprocess.run(a, timeout=60)\nprocess.communicate(timeout=60)") == [
+        1,
+        2,
+    ]
+    assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(1))\nrun(timeout=1)") == []
+    found = {
+        str(path.relative_to(TESTS)): lines
+        for path in sorted(TESTS.rglob("*.py"))
+        if (lines := find_fixed_limits(path.read_text(encoding="utf-8")))
+    }
+    assert not found, f"write timeout=patience.scale(...): {found}"
