@@ -106,7 +106,7 @@ def refused() -> list[str]:
 def test_what_is_refused(ranks):
     for shared, activation in ranks(2)(refused):
         assert "3 experts cannot be shared evenly by 2 ranks" in shared
-        assert "choose one of swiglu, gelu, relu, silu" in activation
+        assert "Choose one of swiglu, gelu, relu, silu" in activation
     with pytest.raises(ValueError, match="init_process_group"):
         ExpertParallelFFN(HIDDEN, 3, 2)
     with pytest.raises(AttributeError, match="nonsense"):

@@ -325,7 +325,7 @@ def _change_what_is_kept() -> str:
 
 def test_a_kept_output_that_was_changed_is_an_error(ranks: Any) -> None:
     (text,) = ranks(1)(_change_what_is_kept)
-    assert "was changed in place behind it" in text
+    assert "was changed in place after the call" in text
     assert text.endswith("use granularity=full.")
 
 

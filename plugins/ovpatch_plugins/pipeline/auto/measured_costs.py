@@ -286,7 +286,7 @@ def _merge_spare(found: Sequence[RankCosts], placement: Placement) -> list[float
 def find_unit(measured: PipelineCosts, placement: Placement, microbatches: int) -> float:
     """Return what 1F1B holds on its fullest rank, in the unit of the footprint."""
     ranks = max(placement) + 1
-    footprint = measured.footprint or Footprint.of_placement(placement)
+    footprint = measured.footprint or Footprint.from_placement(placement)
     pairs = list(zip(footprint.activations, placement, strict=True))
     fullest = max(sum(held for held, owner in pairs if owner == rank) for rank in range(ranks))
     return min(ranks, microbatches) * fullest
@@ -307,7 +307,7 @@ def make_problem(
     deferred microbatch beyond the limit is allowed where it is larger.
     """
     ranks = max(placement) + 1
-    footprint = measured.footprint or Footprint.of_placement(placement)
+    footprint = measured.footprint or Footprint.from_placement(placement)
     unit, remark = find_unit(measured, placement, microbatches), ""
     if limit.size is not None and measured.footprint is None:
         limit, remark = (
