@@ -328,7 +328,7 @@ def attach_schedule(
         EngineParts(schedule, group, stages, programs, messages, times, clock, by_perform)
     )
     begins_as_stock = any(
-        stage.data_parallel.first_step_is_stock(is_split) for stage in stages.values()
+        stage.data_parallel.should_start_stock(is_split) for stage in stages.values()
     )
     first_step = FirstStep(
         group, device, begins_as_stock=begins_as_stock, on_host=blocks_host(group, device)

@@ -97,7 +97,7 @@ def test_a_compiled_call_equals_an_eager_one(ranks):
 def refused() -> list[str]:
     found = []
     for kwargs in ({"experts": 3}, {"experts": 4, "activation": "swish"}):
-        with pytest.raises(ValueError, match="choose") as caught:
+        with pytest.raises(ValueError, match="Choose") as caught:
             ExpertParallelFFN(HIDDEN, 3, **kwargs)
         found.append(str(caught.value))
     return found
