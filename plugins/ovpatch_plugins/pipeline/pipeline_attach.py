@@ -1,4 +1,4 @@
-"""Attaches the engine to schedules, as all ranks of a pipeline agree."""
+"""The attachment of the engine to schedules, on which all ranks of a pipeline agree."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import (
 )
 
 BIDIRECTIONAL: Final = "ScheduleBidirectional"
-"""The class of schedules in two directions, which torch does not have."""
+"""The class of schedules in two directions, which torch lacks."""
 
 # The key of a schedule's attachment.
 _ATTACHED: Final = "pipeline: attached"
+# The names of the orders of torch's classes with one stage per rank.
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 # Classes that bring their own order, so that schedule=auto may replace it. Other orders are the script's choice.
 _REPLACEABLE: Final = (
@@ -79,17 +80,16 @@ _REPLACEABLE: Final = (
 
 _REASON_UNREDUCED: Final = (
     "torch computes the first step of stages in "
-    "DistributedDataParallel(find_unused_parameters=True or "
-    "static_graph=True), and its own step of this class does not reduce all gradients, so that "
-    "replicas differ from "
-    "then on. Turn these options off, or wrap stages in FSDP2 or replicate()"
+    "DistributedDataParallel(find_unused_parameters=True or static_graph=True), and its own step of "
+    "this class does not reduce all gradients, so that replicas differ afterwards. Turn these "
+    "options off, or wrap stages in FSDP2 or replicate()"
 )
 
 _log = logging.getLogger("ovpatch.pipeline")
 
 
 class StepController(Protocol):
-    """Acts before and after the steps of a schedule until it is done.
+    """An object that acts before and after the steps of a schedule until it is done.
 
     Attributes:
         may_change_order: Whether it may replace the order.
@@ -99,7 +99,7 @@ class StepController(Protocol):
 
     @property
     def next_controller(self) -> StepController | None:
-        """The controller of the next step: this one, until it is done."""
+        """The controller of the next step: this controller, until it is done."""
 
     def before_step(self, inputs: StepInputs) -> bool:
         """Act before a step; return whether stock PyTorch computes it."""
@@ -126,7 +126,7 @@ class AttachedSchedule:
 
 
 class SchedulePatches:
-    """The patches of ``_step_microbatches``, made for one set of options.
+    """The patches of ``_step_microbatches`` for one set of options.
 
     Args:
         options: Resolved options of the feature.
@@ -159,7 +159,7 @@ def _find_attached(schedule: Any, owner: str, options: Mapping[str, Any]) -> Att
     values = attached_values(schedule)
     facts = _read_facts(schedule, owner)
     attached: AttachedSchedule | None = values.get(_ATTACHED)
-    # By identity: a script's module may define its own equality.
+    # Facts are compared by identity, because a script's module may define equality.
     if attached is None or [id(fact) for fact in facts] != [id(fact) for fact in attached.facts]:
         with note_failures("pipeline", f"preparing {type(schedule).__name__}"):
             attached = values[_ATTACHED] = attach_schedule(schedule, owner, options, facts)
@@ -192,13 +192,13 @@ def _run_step(
     given: Mapping[str, Any],
     run_stock: Callable[[], Any],
 ) -> Any:
-    """Run the microbatches of a step that the engine has.
+    """Run the microbatches of a step by the attached engine.
 
     Args:
         schedule: The schedule.
         attached: Its engine.
         given: The arguments of ``_step_microbatches``.
-        run_stock: Runs them as torch does.
+        run_stock: Runs them in torch.
     """
     first_step, engine, controller = attached.first_step, attached.engine, attached.controller
     assert engine is not None
@@ -227,10 +227,10 @@ def _run_step(
 def _prepare_inputs(
     schedule: Any, attached: AttachedSchedule, given: Mapping[str, Any], *, is_stock: bool
 ) -> StepInputs:
-    """Check the inputs and initialize the stages, as torch's step does first.
+    """Check the inputs and initialize the stages, as torch's step does before anything else.
 
     Raises:
-        Exception: The stages are not initialized, because this rank or another one failed.
+        Exception: The stages are not initialized, because this rank or a peer failed.
     """
     losses, targets, loss_kwargs = given["losses"], given["target_mbs"], given.get("loss_kwargs")
     make = functools.partial(
@@ -280,7 +280,7 @@ def _release_buffers(schedule: Any) -> None:
 
 
 def release_all() -> None:
-    """Give all stages the buffers that torch expects, and forget the engines."""
+    """Return to all stages the buffers that torch expects, and drop the engines."""
     release_all_buffers()
     for schedule, _ in find_owners(_ATTACHED):
         del attached_values(schedule)[_ATTACHED]
@@ -378,7 +378,7 @@ def _agree_on_order(
     group: dist.ProcessGroup,
     options: Mapping[str, Any],
 ) -> tuple[str, Schedule | None]:
-    """Return the name and the order of a schedule; no order if some rank has a reason against it."""
+    """Return the name and the order of a schedule; no order if some rank has a reason against the engine."""
     stashes = options["weight_stash"] != "off"
     reason = _find_reason_against(schedule, shape, group)
     name, orders = "", None
@@ -473,12 +473,12 @@ def choose_messages(
 
 
 def _refuse_copies(reason: str) -> None:
-    """Raise OptionError: the user wants copy engines, and they cannot carry messages."""
+    """Raise OptionError, because the user wants copy engines and they cannot carry messages."""
     refuse_option("pipeline", OPTIONS, "p2p_transport", COPIES, reason)
 
 
 def _count_slots(orders: Schedule, placement: Sequence[int]) -> int:
-    """Return the slots of an edge. With two, the next message is there when the receiver has read one."""
+    """Return the number of slots of an edge; with two, the next message arrives while the receiver reads one."""
     return max(2, count_slots(orders, placement))
 
 
@@ -572,7 +572,7 @@ def make_stages(
 
 
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
-    """Return that each stage is unsharded before its first computation, and resharded at the end of the step."""
+    """Return the places at which each stage is unsharded, before its first computation, and resharded, at the end."""
     stages = dict.fromkeys(action.stage for action in order)
     first = {
         stage: next(i for i, action in enumerate(order) if action.stage == stage)
@@ -629,7 +629,7 @@ def _read_lowered_order(schedule: Any, rank: int) -> LoweredOrder:
 
 
 def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.ProcessGroup) -> str:
-    """Return the reason why this rank cannot run the schedule, or ""."""
+    """Return the reason for which this rank cannot run the schedule, or ""."""
     stages = [info.stage for info in shape.stages]
     if reason := find_group_reason(group, torch.device(stages[0].device)):
         return reason
@@ -642,7 +642,7 @@ def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.Proces
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
     if limits_sends(schedule):
-        return "max_outstanding_sends limits the sends under way, which are counted otherwise here"
+        return "max_outstanding_sends limits the sends in flight, which the engine counts otherwise"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"
