@@ -400,7 +400,7 @@ class SymmAllToAll:
         if output.data_ptr() % alignment:
             raise ValueError(
                 f"ovpatch: memory for received rows does not start at a multiple of {alignment} "
-                "bytes. Let `allocate` return memory that does."
+                "bytes. Make `allocate` return memory that does."
             )
         work = _KernelWork(output, rows, self._stream)
         with profiler_span(profiler_label("pipe_experts", "all_to_all")):

@@ -387,7 +387,7 @@ class _Losing(Decoder):
 
 
 REASONS = {
-    "residuals outside": "what layers.1 returns is not what layers.2 is given",
+    "residuals outside": "the output of layers.1 is not the input of layers.2",
     "skips blocks": "layers.2 to layers.4 depend on layers.0 by more than",
     "no such list": "blocks='layer' names no list",
     "no list": "has no list of blocks of one class",
@@ -395,7 +395,7 @@ REASONS = {
     "wrapped": "the model is a DistributedDataParallel already",
     "sizes": "does not divide 5 blocks into 2 stages",
     "schedule": "placement='vee', chunks=2",
-    "draws": "computes other values than the whole model",
+    "draws": "computes other values than the full model",
     "one rank": "(rank 1)",
     "fails": "IndexError: no such thing (in forward(), test_cut.py:",
     "fails, measured": "IndexError: no such thing (in forward(), test_cut.py:",
@@ -657,7 +657,7 @@ def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
 
 
 def test_stages_are_balanced_by_time_then_by_memory() -> None:
-    costs = BlockCosts([1.0] * 6, before=1.0, behind=3.0)
+    costs = BlockCosts([1.0] * 6, before=1.0, after=3.0)
     assert split_blocks(costs, (0, 1)) == [
         0,
         4,
@@ -666,7 +666,7 @@ def test_stages_are_balanced_by_time_then_by_memory() -> None:
         [1.0] * 6,
         block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0],
         activation_bytes=[1.0] * 6,
-        behind=0.01,
+        after=0.01,
     )
     assert split_blocks(heavy, (0, 1)) == [0, 3]
     slow = BlockCosts([3.0, 1.0, 1.0, 1.0])
