@@ -84,7 +84,7 @@ class Messages:
         self._communicators = Communicators()
         # The event after the last wait of the stream; None if waits block the host.
         self._arrived: torch.cuda.Event | None = None
-        # Whether the host has not waited for that event.
+        # Whether the host must still wait for that event.
         self._is_arriving = False
         if not blocks_host(group, device):
             if edges:
@@ -94,7 +94,7 @@ class Messages:
     def start_step(self, report_failure: Callable[[str], object] = str) -> int:
         """Start the messages of a step, and return its number among all steps of the group.
 
-        The tag changes with each step, so that no rank takes a message of an interrupted step for a message of this one.
+        The tag changes with each step, so that no rank takes a message of an interrupted step for one of this step.
 
         Args:
             report_failure: Reports to peers that this rank has continued without their messages.

@@ -30,8 +30,8 @@ def check_schedule(
         schedule: Orders by rank.
         placement: Rank of each stage.
         stock: Order whose bits are kept. Default: microbatches of a stage go in ascending order.
-        keep_forward_order: Whether each rank runs its Fs in the sequence that ``stock`` has over all stages of the rank,
-            because Fs draw random numbers.
+        keep_forward_order: Whether each rank runs its Fs in the sequence that ``stock`` has over all stages of the
+            rank, because Fs draw random numbers.
         slots: Messages that a directed edge between two ranks holds between its sender and the action that reads them;
             None for any number. Messages of an edge arrive in the sender's order.
 
@@ -78,6 +78,7 @@ def _check_each_once(schedule: Schedule, placement: Placement) -> None:
                 count = counts[Action(kind, stage, microbatch)]
                 if count != 1:
                     raise ScheduleError(
+                        f"rank {rank}: {kind.value} of stage {stage} and microbatch {microbatch} "
                         f"is there {count} times. Have each computation there once."
                     )
 
@@ -123,7 +124,7 @@ def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_or
         for action, expected_action in zip(actual, given, strict=True):
             if action != expected_action:
                 raise ScheduleError(
-                    f"rank {rank}: {action} is in the place of {expected_action}, and Fs draw random "
+                    f"rank {rank}: {action} runs where stock runs {expected_action}, and Fs draw random "
                     "numbers. Keep the stock sequence of Fs on each rank."
                 )
 

@@ -151,8 +151,8 @@ def build_vee_order(*, ranks: int, microbatches: int) -> Schedule:
 
 def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
     down, up = rank, 2 * ranks - 1 - rank
+    order: list[Action] = []
     # The next microbatch of each kind and stage.
-    done: dict[tuple[Kind, int], int] = defaultdict(int)
     done: dict[tuple[Kind, int], int] = defaultdict(int)
 
     def run(*pairs: tuple[Kind, int]) -> None:
@@ -235,8 +235,8 @@ def _check_bidirectional(ranks: int, chunks: int) -> None:
 def build_bidirectional_order(*, ranks: int, microbatches: int, doubles: bool = False) -> Schedule:
     """Return an order of two pipelines in opposite directions, as in Chimera (Li and Hoefler, SC 2021).
 
-    Each direction has half of the microbatches, numbered from 0. A rank runs the computation that can start first, and
-    of equals a backward before a forward, as if F, B and W took the same time. So the orders of ranks ``r`` and
+    Each direction has half of the microbatches, numbered from 0. A rank runs the computation that can start first,
+    as if F, B and W took the same time. Among equals, a backward goes before a forward. So the orders of ranks ``r`` and
     ``ranks - 1 - r`` mirror each other. At most ``ranks + 1`` microbatches wait for their backward on a rank.
 
     Args:

@@ -136,7 +136,7 @@ def test_of_which_group(ranks):
     assert also_same
     assert len(texts) == 2
     assert all(
-        text.startswith("rank 1") and text.endswith("give it the group that it is in")
+        text.startswith("rank 1") and text.endswith("Give the layer the group that this rank is in.")
         for text in texts
     )
     with pytest.raises(ValueError, match="init_process_group"):
@@ -191,7 +191,7 @@ def without_its_group() -> str:
     group = dist.new_group([0, 1])
     layer = ExpertParallelFFN(HIDDEN, 3, 4, group)
     dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="make a new layer") as caught:
+    with pytest.raises(RuntimeError, match="create a new layer") as caught:
         layer(torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     return str(caught.value)
 
