@@ -236,8 +236,8 @@ def build_bidirectional_order(*, ranks: int, microbatches: int, doubles: bool = 
     """Return an order of two pipelines in opposite directions, as in Chimera (Li and Hoefler, SC 2021).
 
     Each direction has half of the microbatches, numbered from 0. A rank runs the computation that can start first,
-    as if F, B and W took the same time. Among equals, a backward goes before a forward. So the orders of ranks ``r`` and
-    ``ranks - 1 - r`` mirror each other. At most ``ranks + 1`` microbatches wait for their backward on a rank.
+    as if F, B and W took the same time. Among equals, a backward goes before a forward. So the orders of ranks ``r``
+    and ``ranks - 1 - r`` mirror each other. At most ``ranks + 1`` microbatches wait for their backward on a rank.
 
     Args:
         ranks: Number of ranks, even.

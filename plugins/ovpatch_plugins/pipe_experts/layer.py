@@ -119,10 +119,8 @@ def run_experts(
 ) -> Tensor:
     """Apply experts that are modules, such as an ``nn.ModuleList``'s, to the tokens routed to them.
 
+    ``experts`` are this rank's experts, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
     The remaining arguments and the result are as in :func:`expert_parallel_ffn`.
-
-    Args:
-        experts: This rank's experts, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
     """
     factory = functools.partial(ModuleListExperts, modules=experts)
     return run_layer(
@@ -142,14 +140,10 @@ def run_grouped_experts(
 ) -> Tensor:
     """Apply experts that one function computes, such as torchtitan's, to the tokens routed to them.
 
-    This replaces a dispatcher's ``dispatch``, the experts, and its ``combine``. The remaining arguments
-    and the result are as in :func:`expert_parallel_ffn`.
-
-    Args:
-        experts: Maps rows by expert, ``[rows, h]``, and the number of rows of each of this rank's
-            experts, ``[num_local_experts]``, to ``[rows, h]``. It is called once per chunk; experts
-            outside the chunk have no rows.
-        num_local_experts: Number of experts of a rank.
+    This replaces a dispatcher's ``dispatch``, the experts, and its ``combine``. ``experts`` maps rows by
+    expert, ``[rows, h]``, and the number of rows of each of this rank's experts,
+    ``[num_local_experts]``, to ``[rows, h]``. It is called once per chunk; experts outside the chunk
+    have no rows. The remaining arguments and the result are as in :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(GroupedExperts, function=experts)
     return run_layer(

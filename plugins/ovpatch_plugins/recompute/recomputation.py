@@ -364,8 +364,8 @@ def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 # In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. The recomputation
 # compares the digest with the tensor that it saves. On the CPU the digest is a checksum of all bytes. Other devices may
 # add in another order each time. There the digest is a sample of up to 1024 elements: a few elements may differ, and
-# all may differ by rounding errors. The flags stay on the device until the backward has ended, and then the host waits for
-# the device once. Parameters are left out, because their versions are compared in every call.
+# all may differ by rounding errors. The flags stay on the device until the backward has ended, and then the host waits
+# for the device once. Parameters are left out, because their versions are compared in every call.
 
 
 class _Checks:

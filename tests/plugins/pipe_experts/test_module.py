@@ -136,7 +136,8 @@ def test_of_which_group(ranks):
     assert also_same
     assert len(texts) == 2
     assert all(
-        text.startswith("rank 1") and text.endswith("Give the layer the group that this rank is in.")
+        text.startswith("ovpatch: rank 1")
+        and text.endswith("Give the layer the group that this rank is in.")
         for text in texts
     )
     with pytest.raises(ValueError, match="init_process_group"):

@@ -164,7 +164,9 @@ def test_what_is_chosen_between():
     assert list(both) == [*known, *(f"{name}, symmetric" for name in known)]
     assert [plan.symmetric for plan in both.values()] == [False] * 3 + [True] * 3
     assert not make_plan(2, 4, "experts", exchange="auto").symmetric, "nothing is measured there"
-    with pytest.raises(ValueError, match="exchange='nccl' is unknown. Choose one of c10d, symmetric, auto"):
+    with pytest.raises(
+        ValueError, match=r"exchange='nccl' is unknown. Choose one of c10d, symmetric, auto"
+    ):
         make_plan(2, 4, exchange="nccl")
 
 

@@ -391,7 +391,10 @@ def _wait_too_long() -> tuple[str, float, list[str]]:
 
 
 def test_the_time_out_of_the_group_holds(ranks: Any) -> None:
-    error = "RuntimeError: ovpatch: stage 1 waits for the shapes of stage 0, which have not come from rank 0 within 2 s."
+    error = (
+        "RuntimeError: ovpatch: stage 1 waits for the shapes of stage 0, which have not come from "
+        "rank 0 within 2 s."
+    )
     check(ranks(2)(_wait_too_long), 1, error)
 
 

@@ -59,7 +59,8 @@ class StageBuffers:
     def take(self) -> None:
         """Remove the receive buffers of all microbatches from the stage.
 
-        :meth:`make` allocates a buffer when it is due. The next messages have the shapes of the first step, unless they come with other shapes.
+        :meth:`make` allocates a buffer when it is due. The next messages have the shapes of the first step,
+        unless they come with other shapes.
         """
         is_new = False
         self._sizes.clear()
