@@ -231,6 +231,7 @@ def find_lower_bound(problem: Problem) -> float:
     and then the rank computes all its actions.
     """
     placement, costs, microbatches = problem.placement, problem.costs, problem.microbatches
+    # The lowest stage of each rank. The rank's step begins with that stage's first F.
     lowest = [list(placement).index(rank) for rank in range(problem.ranks)]
 
     def sum_local(times: Sequence[float], rank: int) -> float:
@@ -280,6 +281,7 @@ def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
         yield "zb-v", build_vee_order(ranks=ranks, microbatches=microbatches)
         for name in ("v-half", "v-min"):
             yield name, build_vee_blocks(name, ranks=ranks, microbatches=microbatches)
+    # No order needs less memory than one microbatch at a time.
     single: list[list[Action]] = [[] for _ in range(ranks)]
     for microbatch in range(microbatches):
         for stage, rank in enumerate(placement):
@@ -291,6 +293,8 @@ def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
 def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
     """Yield priorities of list scheduling, the promising ones first."""
+    # The numbers of warm-up microbatches that known orders have on their first rank, and some around
+    # them.
     bases = sorted(
         {
             ranks,
@@ -303,6 +307,7 @@ def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
             ranks // 2,
         }
     )
+    # Small pipelines get the same warm-ups from several bases.
     seen = set()
     for deep_first, slope, base in itertools.product(
         (True, False), (2, 1, 0), (*bases, microbatches)
@@ -319,6 +324,7 @@ def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
 
 def _keeps_sequences(operations: Operations, orders: Orders) -> bool:
     """Return whether operations of one sequence come in their given order."""
+    # The place of the latest operation of each sequence.
     last: dict[int, int] = {}
     places = {}
     if operations.forwards is not None:
@@ -401,6 +407,7 @@ class _Solver:
         except ScheduleError:
             # The edges have too few slots for this order.
             return math.inf
+        # Of equal schedules the first one stays, so the result does not depend on rounding.
         if self.best is None or simulation.step < self.best[0] * (1 - SAME):
             self.best = (simulation.step, name, schedule, simulation)
         return simulation.step
@@ -416,6 +423,7 @@ class _Solver:
                 cost = LocalSearch(operations, orders, self.problem.chained).cost
                 if best is None or cost < best[0]:
                     best = (cost, number, orders)
+            # Annealing from the same orders twice would waste a share of the effort.
             if best is not None and best[2] not in [orders for *_, orders in starts]:
                 starts.append(best)
         starts.sort(key=lambda start: start[:2])
@@ -449,6 +457,7 @@ class _Solver:
 
     def _by_list(self) -> Iterator[Orders]:
         operations, problem = self.operations, self.problem
+        # Even a small effort tries some priorities.
         most = max(8, int(max(self.effort, EFFORT // 4) * _GRID_SHARE / len(operations.actions)))
         for priorities in itertools.islice(_priorities(problem.ranks, problem.microbatches), most):
             orders = build_list_schedule(operations, priorities)
@@ -468,6 +477,7 @@ class _Solver:
 
     def _anneal(self, orders: Orders, effort: int, number: int) -> tuple[float, Orders]:
         search = LocalSearch(self.operations, orders, self.problem.chained)
+        # The effort of earlier searches, for the progress.
         spent = self.spent
         self.spent += effort
 

@@ -84,6 +84,8 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
     ranks, microbatches = int(question["ranks"]), int(question["microbatches"])
     times = [float(question[name]) for name in ("forward", "backward", "weight", "send")]
     memories: Sequence[float] = question["memory"]
+    # The unit of a step's time is m(F+B+W) of one rank, and the unit of memory is that of 1F1B's first
+    # rank.
     unit, full_memory = microbatches * sum(times[:3]), float(min(ranks, microbatches))
     rows, bounds = [], {}
     solved, total = 0, len(memories) * len(question["placements"])
@@ -103,6 +105,8 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
         if count_stages(placement) < len(placement):
             continue
         bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
+        # Solutions are shared at the end, because a search with more memory may miss an order of a
+        # search with less.
         limits, solutions = list[float](), list[tuple[Problem, Solution]]()
         for memory in memories:
             problem = Problem(placement, microbatches, costs, memory * full_memory)
@@ -145,6 +149,7 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
     if placement != "straight":
         return []
     known = [(name, build_order(name, ranks=ranks, microbatches=microbatches)) for name in ORDERS]
+    # The engine runs 1F1B with each full backward split, so that input gradients are sent early.
     known.insert(2, (_EARLY, split_backwards(dict(known)["1f1b"])))
     return known
 

@@ -57,6 +57,7 @@ def check_schedule(
 
 
 def _check_each_once(schedule: Schedule, placement: Placement) -> None:
+    # A full backward counts as one B and one W.
     counts: dict[Action, int] = defaultdict(int)
     microbatches = 1 + max(
         (action.microbatch for order in schedule for action in order), default=-1
@@ -85,6 +86,7 @@ def _check_each_once(schedule: Schedule, placement: Placement) -> None:
 
 def _check_dependencies(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule):
+        # All computations of a stage are on one rank, so each order can be checked alone.
         done: set[Action] = set()
         for action in order:
             needed = (
@@ -103,6 +105,7 @@ def _check_dependencies(schedule: Schedule) -> None:
 
 
 def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_order: bool) -> None:
+    # Gradients are sums over microbatches, and sums round by their order.
     expected = None if stock is None else _sequences(stock)
     for (rank, stage, kind), found in _sequences(schedule).items():
         wanted = sorted(found) if expected is None else expected.get((rank, stage, kind), [])
@@ -147,6 +150,7 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
         for edge, messages in list_messages(schedule, placement).items()
         for number, message in enumerate(messages)
     }
+    # Results that exist, and by edge the messages that were read and the first one that was not.
     made: set[Action] = set()
     read: dict[tuple[int, int], set[int]] = defaultdict(set)
     first_unread: dict[tuple[int, int], int] = defaultdict(int)
@@ -210,6 +214,7 @@ def _ends_with(schedule: Schedule, placement: Placement, slots: int) -> bool:
     }
     positions = [0] * len(schedule)
     sent: Counter[tuple[int, int]] = Counter()
+    # By edge, the number of messages that the receiver has taken out of their slots.
     taken: Counter[tuple[int, int]] = Counter()
 
     def runs(action: Action) -> bool:

@@ -143,8 +143,10 @@ class SchedulePatches:
         @functools.wraps(original)
         def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
             run_stock = functools.partial(original, self, *args, **kwargs)
+            # The two parts of a bidirectional schedule run in torch. The engine runs that schedule as one.
             if getattr(self, "runs_stock", False):
                 return run_stock()
+            # The engine runs steps with a backward alone. Torch runs evaluations.
             attached = _find_attached(self, owner, options) if self._has_backward else None
             if attached is None or attached.engine is None:
                 return _run_stock(self, run_stock)
@@ -176,6 +178,7 @@ def _read_facts(schedule: Any, owner: str) -> tuple[Any, ...]:
             or getattr(schedule, "pipeline_order", None)
             or {}
         )
+        # A script may replace the order of a schedule between steps.
         own = orders.get(getattr(schedule, "rank", None))
     has_custom_functions = bool(getattr(schedule, "_comp_type_to_function_map", None))
     return (
@@ -203,6 +206,7 @@ def _run_step(
     first_step, engine, controller = attached.first_step, attached.engine, attached.controller
     assert engine is not None
     assert first_step is not None
+    # Torch runs the first step alone, even if that step fails.
     is_stock = first_step.is_stock and not first_step.has_begun
     if is_stock:
         _release_buffers(schedule)
@@ -220,6 +224,7 @@ def _run_step(
             engine.run_step(inputs)
         controller.after_step()
     finally:
+        # A controller may also be done before a step that fails.
         attached.controller = controller.next_controller
     return None
 
@@ -260,6 +265,8 @@ def _prepare_inputs(
             schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs
         )
 
+    # The order of a later step may split backwards that this one keeps whole, so stages prepare for
+    # both.
     may_change = attached.controller is not None and attached.controller.may_change_order
     end = functools.partial(engine.end_inference, may_change=may_change)
     first_step.infer_shapes(
@@ -381,6 +388,7 @@ def _agree_on_order(
     """Return the name and the order of a schedule; no order if some rank has a reason against the engine."""
     stashes = options["weight_stash"] != "off"
     reason = _find_reason_against(schedule, shape, group)
+    # A rank with an error must still compare its settings with its peers, or they would wait for it.
     name, orders = "", None
     try:
         name, orders = _choose_order(schedule, owner, shape, options)
@@ -392,6 +400,7 @@ def _agree_on_order(
 
         stages = [info.stage for info in shape.stages]
         reason = reason or weight_stash.find_reason_against(schedule, stages, options)
+    # Ranks compare a digest of the order, because the order itself may be long.
     actions = None if orders is None else [[str(action) for action in order] for order in orders]
     terms = {
         "class": type(schedule).__name__,
@@ -501,6 +510,7 @@ def plan_programs(
     make = functools.partial(make_program, orders, shape.placement, rank, shardings=shardings)
     stage = shape.stages[0].stage
     group = stage.group or dist.distributed_c10d._get_default_group()
+    # On the host no receive blocks a kernel, so the first step may post early.
     settles = ahead and not blocks_host(group, shape.devices[0])
     return Programs(make(ahead=ahead), make(ahead=0) if settles else None)
 
@@ -518,6 +528,7 @@ def _plan_other_order(
     """Return the programs of an order of ``schedule=auto``, with room for its messages. All ranks call this."""
     if isinstance(engine.messages, CopiedMessages):
         engine.messages.reserve(_count_slots(orders, shape.placement))
+    # The script's UNSHARDs belong to the given order; another order needs its own.
     shardings = _unshard_all(orders[rank]) if is_sharded else ()
     make = functools.partial(make_program, orders, shape.placement, rank, shardings=shardings)
     return Programs(make(ahead=ahead), None if given.settling is None else make(ahead=0))
@@ -543,6 +554,7 @@ def make_stages(
         splits_all: Whether all stages defer weight gradients as an order with Ws does.
     """
     steps = programs.steady.steps
+    # Stages with Ws in the order, and stages whose input gradient goes to another rank.
     split = {step.action.stage for step in steps if step.action.kind is Kind.W or splits_all}
     sending = {
         step.action.stage
@@ -574,6 +586,7 @@ def make_stages(
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
     """Return the places at which each stage is unsharded, before its first computation, and resharded, at the end."""
     stages = dict.fromkeys(action.stage for action in order)
+    # The index of the first computation of each stage.
     first = {
         stage: next(i for i, action in enumerate(order) if action.stage == stage)
         for stage in stages
@@ -617,6 +630,7 @@ def _read_lowered_order(schedule: Any, rank: int) -> LoweredOrder:
             shardings.append((index, name, action.stage_index))
         elif name == "REDUCE_GRAD":
             reductions[action.stage_index].append(index)
+        # Only computations count, because programs index shardings by them.
         for part in action.sub_actions or (action,):
             kind = part.computation_type.value
             index += kind in ("F", "I", "W", "B")
@@ -648,6 +662,7 @@ def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.Proces
         return "a traced stage has skip connections"
     if len(stages) == 1 and hasattr(schedule, "_stage"):
         stage = stages[0]
+        # The fixed orders and the classes with one stage assume stage r on rank r.
         if stage.num_stages != group.size() or stage.stage_index != stage.group_rank:
             return "stages are not numbered like the ranks"
     return ""

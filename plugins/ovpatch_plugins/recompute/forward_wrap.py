@@ -56,6 +56,7 @@ class WrappedForward:
     def __init__(self, owner: type[nn.Module]) -> None:
         self._owner = owner
         self._stock: Callable[..., Any] = vars(owner)["forward"]
+        # None if the class has a forward of the usual kind, which is replaced in the class.
         self._cell = _find_cell(self._stock)
         if self._cell is not None:
             self._stock = self._cell.cell_contents
@@ -90,6 +91,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mark: Mark | None = self.__dict__.get(BLOCK_MARK)
+        # A subclass may call the forward of its base class, which is wrapped for other blocks.
         if mark is None or mark[2] != owner or not torch.is_grad_enabled():
             return stock(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -99,6 +101,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
         if _is_checkpointed():
             COUNTERS.stock_calls += 1
             return stock(self, *args, **kwargs)
+        # A script may add hooks at any time, so each call looks for them.
         modules = list(self.modules())
         if hooked := _find_hook(self, modules):
             COUNTERS.stock_calls += 1
@@ -118,6 +121,7 @@ def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, 
     if getattr(block, "gradient_checkpointing", False) and block.training:
         return stock(block, *args, **kwargs)
     _count_compiled()
+    # Full recomputation needs no contexts.
     more: dict[str, Any] = {}
     if mark[0] != FULL:
         more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
@@ -136,6 +140,7 @@ def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
     Hooks of torch and of ovpatch may be called again, because they belong to the computation: they gather
     parameters, and make weights or inputs.
     """
+    # Hooks of the block itself run outside of its forward, once.
     own = [
         module
         for module in modules
@@ -148,6 +153,7 @@ def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
             getattr(module, f"{prefix}_forward_pre_hooks"),
         ):
             for hook in hooks.values():
+                # The module of a partial is functools, so the wrapped function decides.
                 while isinstance(hook, functools.partial):
                     hook = hook.func
                 home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -179,6 +185,7 @@ def _may_save() -> bool:
 
 def _is_checkpointed() -> bool:
     """Return whether the script checkpoints this call: torch's hooks are innermost, or a backward recomputes."""
+    # A forward inside of a backward is a recomputation of the script's checkpoint.
     if torch._C._current_graph_task_id() != -1:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

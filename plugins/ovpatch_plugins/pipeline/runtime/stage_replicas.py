@@ -112,6 +112,7 @@ class DataParallel(LocalGradients):
         if self.objection:
             return
         params = [param for param in self._wrapper.parameters() if param.requires_grad]
+        # The reduction of zeros must leave the script's gradients as they are.
         kept = [param.grad for param in params]
         # Gradients may be views of buckets, which the reduction overwrites.
         contents = [None if grad is None else grad.clone() for grad in kept]
@@ -136,7 +137,9 @@ class DataParallel(LocalGradients):
             for param in self._wrapper.parameters()
             if param.requires_grad and param.grad is not None
         ]
+        # The reducer expects contributions from autograd, so each gradient is accumulated once more.
         grads: list[Tensor] = [param.grad for param in params]
+        # An armed reducer takes the following accumulation as the backward of a synchronized forward.
         self._wrapper.reducer.prepare_for_backward([])
         for param in params:
             param.grad = None
@@ -147,6 +150,7 @@ class DataParallel(LocalGradients):
 @contextlib.contextmanager
 def _without_hooks(params: Sequence[Any]) -> Iterator[None]:
     """Remove the script's hooks from parameters while the block runs; reducers have their hooks elsewhere."""
+    # Autograd holds these tables, so they are emptied and filled in place.
     tables = [
         table
         for param in params
@@ -206,6 +210,8 @@ class FullyShardedGradients(LocalGradients):
 
     def _list_process_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups over which gradients are reduced, in the same order on all ranks."""
+        # Shard groups first, then replicate groups: all ranks of a stage must wait for them in the same
+        # order.
         meshes = [group.mesh_info for group in self._list_groups()]
         names = ("shard_process_group", "replicate_process_group")
         found = [getattr(mesh, name, None) for name in names for mesh in meshes]
@@ -227,6 +233,7 @@ def make_data_parallel(module: nn.Module) -> LocalGradients:
         return FullyShardedGradients(module)
     if _is_fsdp1(module):
         return LocalGradients("FullyShardedDataParallel reduces in each backward")
+    # The engine can defer the reduction of a wrapper around the full module alone.
     part = "only a part of the stage's module is wrapped for data parallelism"
     return LocalGradients(part if is_data_parallel(module) else "")
 
