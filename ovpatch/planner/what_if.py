@@ -84,8 +84,8 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
     ranks, microbatches = int(question["ranks"]), int(question["microbatches"])
     times = [float(question[name]) for name in ("forward", "backward", "weight", "send")]
     memories: Sequence[float] = question["memory"]
-    # The unit of a step's time is m(F+B+W) of one rank, and the unit of memory is that of 1F1B's first
-    # rank.
+    # The unit of a step's time is m(F+B+W) of one rank, and memory counts in units
+    # of 1F1B's first rank.
     unit, full_memory = microbatches * sum(times[:3]), float(min(ranks, microbatches))
     rows, bounds = [], {}
     solved, total = 0, len(memories) * len(question["placements"])

@@ -104,6 +104,7 @@ def make_stacked_factory(
 
     GEMMs are in ``dtype``, by default in the dtype of the weights.
     """
+    # The cast is part of the graph, so gradients reach the weights in their own dtype.
     cast = [weight if dtype is None else weight.to(dtype) for weight in weights]
     return StackedFactory(cast, activation, config.delay_wgrad)
 
@@ -195,6 +196,7 @@ def run_layer(
         )
     group = resolve_group(group)
     top_k, dtype = top_k_index.shape[1], dtype or x.dtype
+    # Ranks with other numbers would launch other collectives.
     terms = {"experts of a rank": num_local_experts, "experts of a token": top_k}
     key = (config, num_local_experts, top_k)
     check_consistent_once(
@@ -287,6 +289,8 @@ class MeasuredPlans(PlanCandidates):
         plans = list(self._plans.values())
         self._uncut = plans[0]
         super().__init__(plans[0])
+        # The slices of each plan are unions of the slices of this plan, so counts by its slices serve
+        # all plans.
         self.finest = replace(
             self._uncut,
             token_chunks=math.lcm(*(plan.token_chunks for plan in plans)),
@@ -297,7 +301,9 @@ class MeasuredPlans(PlanCandidates):
         """See :meth:`PlanCandidates.choose_plan`."""
         if tokens * self._layer.top_k < MIN_ROWS:
             return self._uncut
+        # A power of two keeps the number of measurements small.
         rounded = 1 << round(math.log2(tokens))
+        # Deterministic algorithms may be slower, so they have their own choice.
         key = (torch.are_deterministic_algorithms_enabled(), trains, rounded)
         plan = self._chosen.get(key)
         if plan is None:
@@ -341,6 +347,7 @@ class MeasuredPlans(PlanCandidates):
             draw(layer.num_local_experts, layer.hidden, layer.ffn, scale=layer.ffn**-0.5),
         )
         chances = torch.rand(tokens, experts, generator=generator, device=layer.device)
+        # Distinct random experts for each token load all experts about equally.
         index = chances.topk(min(layer.top_k, experts), dim=-1).indices
         index = index.repeat(1, math.ceil(layer.top_k / experts))[:, : layer.top_k]
         grad = draw(tokens, layer.hidden).detach()
@@ -478,6 +485,7 @@ class ExpertParallelFFN(nn.Module):
             top_k_index: Their experts, numbered over all ranks, ``[..., k]``; -1 for none.
             top_k_weights: ``[..., k]``.
         """
+        # All leading dimensions count as tokens.
         tokens, index = x.reshape(-1, x.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
         if self.capacity_factor is not None:
             capacity = compute_capacity(

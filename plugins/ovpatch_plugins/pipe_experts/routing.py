@@ -227,6 +227,7 @@ def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tens
     """
     chosen = top_k_index.reshape(-1)
     keys = chosen.where(chosen >= 0, experts)
+    # A stable sort keeps the order of tokens, so that the first tokens of an expert stay.
     ordered, order = keys.sort(stable=True)
     starts = torch.searchsorted(
         ordered, torch.arange(experts + 1, dtype=torch.int64, device=chosen.device)
@@ -390,6 +391,7 @@ def _sort_slots(chosen: Tensor, plan: ChunkPlan, tokens: int) -> Tensor:
     position = chosen
     if len(plan.expert_groups) > 1:
         position = get_positions_on(plan, chosen.device)[chosen.clamp(0, plan.num_experts - 1)]
+    # Slots are sorted by slice of tokens, then by expert group, rank and expert.
     position = position + _token_slice(chosen, plan.token_chunks, tokens) * plan.num_experts
     return position.masked_fill(chosen < 0, plan.token_chunks * plan.num_experts).argsort(
         stable=True
@@ -427,6 +429,7 @@ def _exchange_counts(
     sent = torch.cat([by_rank.reshape(ep_size, -1), *more], dim=1)
     arriving = torch.empty_like(sent)
     transport.start_transfer(arriving, sent, [1] * ep_size, [1] * ep_size).wait()
+    # One copy to the host, because each copy waits for the device.
     on_host = torch.stack([sent, arriving]).cpu()
     return on_host[0], on_host[1]
 
@@ -446,5 +449,6 @@ def _find_invalid_expert(chosen: Tensor, experts: int) -> Tensor:
     """Return an expert that does not exist, or 0 if all do, ``[1]``."""
     if not len(chosen):
         return chosen.new_zeros(1)
+    # The check stays on the device; the host reads its result with the counts.
     low, high = chosen.aminmax()
     return torch.where(high >= experts, high, torch.where(low < DROPPED, low, 0)).view(1)

@@ -37,6 +37,7 @@ def weighted_sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(K):
         row = tl.load(row_of_slot + token * K + slot)
+        # A dropped slot has row -1, and loads nothing.
         held = columns < tl.where(row >= 0, features, 0)
         value = tl.load(rows + row * features + columns, mask=held, other=0.0).to(tl.float32)
         if weights is not None:
@@ -236,6 +237,7 @@ def symm_all_to_all_kernel(
     # The offset of this channel's numbers.
     own = channel * RANKS
     signals, wide, block = signals_of(peers, rank), tl.cast(width, tl.int64), tl.arange(0, BLOCK)
+    # The number of levels: units to store, and one level more than units to fetch.
     levels = tl.cast(0, tl.int64)
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
@@ -275,6 +277,7 @@ def symm_all_to_all_kernel(
                 wait_for(signals + FETCHED + own + to, number + 1 - DEPTH)
             if fetched > 0:
                 wait_for(signals + STORED + own + source, expected + 1)
+            # The first words of both directions, before the loop that always loads one step ahead.
             leaves = tl.load(leaving + block, block < stored)
             # These loads bypass the L1 cache, because peers store to the slots.
             comes = tl.load(ours + block, block < fetched, cache_modifier=".cg")
@@ -286,6 +289,7 @@ def symm_all_to_all_kernel(
                 tl.store(theirs + here, leaves, here < stored)
                 tl.store(coming + here, comes, here < fetched)
                 leaves, comes = next_leaves, next_comes
+            # All threads of the program must have stored their words before the signal.
             tl.debug_barrier()
             if stored > 0:
                 tl.atomic_xchg(
@@ -307,5 +311,6 @@ def symm_all_to_all_kernel(
         fetched = _count_units(
             _count_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK
         )
+        # The next call continues the numbering of units.
         tl.store(state + STORED + own + to, tl.load(state + STORED + own + to) + stored)
         tl.store(state + FETCHED + own + source, tl.load(state + FETCHED + own + source) + fetched)

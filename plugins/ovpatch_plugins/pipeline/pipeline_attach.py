@@ -265,8 +265,8 @@ def _prepare_inputs(
             schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs
         )
 
-    # The order of a later step may split backwards that this one keeps whole, so stages prepare for
-    # both.
+    # The order of a later step may have Ws that this order does not have, so stages
+    # prepare for both.
     may_change = attached.controller is not None and attached.controller.may_change_order
     end = functools.partial(engine.end_inference, may_change=may_change)
     first_step.infer_shapes(

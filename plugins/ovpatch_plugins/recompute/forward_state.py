@@ -29,9 +29,9 @@ _CHANGING: Final = "recompute: changing"
 class RandomState:
     """The state of the random generators that a block may draw from, when its forward begins.
 
-    The states of torch's generators of the CPU and of the inputs' devices are always kept. So are those of
-    generators that are arguments or attributes of the block's modules. The global generators of Python and
-    numpy are kept if the forward has moved them.
+    The states of torch's generators of the CPU and of the inputs' devices are always kept. The states of
+    generators that are arguments, or attributes of the block's modules, are always kept as well. The states
+    of the global generators of Python and numpy are kept if the forward has moved them.
 
     Args:
         tensors: The tensors among the block's arguments.

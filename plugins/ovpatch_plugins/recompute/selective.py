@@ -222,8 +222,10 @@ def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
         given = (
             args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         )
+        # The call changes an argument, such as a buffer of the module.
         if is_written and given is not None:
             return True
+        # Operators of attention are tagged as random, but draw numbers only with dropout.
         if argument.name == "dropout_p":
             is_random = bool(given)
     if is_random:

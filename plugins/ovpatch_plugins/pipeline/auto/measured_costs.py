@@ -96,6 +96,7 @@ class StageProbe:
 
     def start_action(self, stage: int, kind: Kind) -> None:
         """Note the memory before a computation."""
+        # Computations of a rank run one at a time, so the difference belongs to this one.
         self._before = self._read()
         if kind is Kind.F:
             self._state = self._random_state()
@@ -175,6 +176,7 @@ def measure_sends(
         seconds = []
         for _ in range(_TRANSFERS):
             started = time.perf_counter()
+            # The lower rank sends first, then the upper rank sends back. A transfer takes half of that time.
             for sends in (is_lower, not is_lower):
                 if sends:
                     messages.send(sent, peer)
@@ -338,6 +340,7 @@ def make_problem(
             for most, spare in zip(held, measured.spare, strict=True)
         ]
     pairs = list(zip(footprint.activations, footprint.deferred, strict=True))
+    # On each rank, the amount by which a deferred microbatch is larger.
     extra = [
         max(
             max(0.0, after - before)

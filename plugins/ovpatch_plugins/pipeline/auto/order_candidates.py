@@ -198,6 +198,7 @@ def write_plan(
     stock = simulate(
         candidates[0].schedule, placement, measured.costs, footprint=measured.footprint
     )
+    # The engine sends input gradients earlier than torch, so the simulations differ.
     winner = _simulate(candidates[best].schedule, placement, measured) if best else stock
     work = max(winner.busy)
     rows = [
@@ -280,6 +281,7 @@ class ScheduleCache:
     def __init__(self, directory: Path | None, key: Mapping[str, Any]) -> None:
         text = json.dumps(key, sort_keys=True)
         self._key = json.loads(text)
+        # The name is a digest, and the file has the full key, against collisions.
         name = f"pipeline-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         self.path = None if directory is None else directory / "choices" / name
 

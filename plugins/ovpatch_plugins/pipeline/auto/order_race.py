@@ -145,6 +145,7 @@ def judge(seconds: Seconds) -> Verdict:
     logarithm of :data:`CLEAR`. The best order is surely not slower than another if that sum is below the logarithm of
     :data:`TOLERATED`.
     """
+    # Medians choose the best order; the paired differences below decide whether it is clearly better.
     steps = find_medians(seconds)
     fastest = min(range(len(steps)), key=steps.__getitem__)
     candidates = range(1, len(steps))
@@ -197,6 +198,7 @@ class StepTimer:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # The host runs ahead of the device, so only events measure the step.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

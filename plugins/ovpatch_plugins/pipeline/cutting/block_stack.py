@@ -132,6 +132,7 @@ def find_blocks(
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(module) < 2:
             continue
+        # Blocks of one class are most likely the layers of the model. A list of several classes may also be.
         is_uniform = len({type(child) for child in module.children()}) == 1
         size = sum(param.numel() for param in module.parameters())
         if size and (is_uniform or isinstance(module, nn.ModuleList)):
@@ -145,6 +146,8 @@ def find_blocks(
     candidates.sort(key=lambda candidate: candidate[:2], reverse=True)
     lists = {name: module for _, _, name, module in candidates}
     called = _list_called(lists, run) if run is not None and len(lists) > 1 else []
+    # Without a list that the forward goes through, the largest one counts, and its trace raises the
+    # error.
     best = next((name for name in lists if name in called), candidates[0][2])
     return _make_stack(best, lists[best])
 
@@ -391,6 +394,7 @@ def _find_boundary(
 
 def list_outside(model: nn.Module, stack: BlockStack) -> list[nn.Module]:
     """Return the modules outside of the stack, without the modules that contain the stack."""
+    # Modules that contain the stack run around the blocks, so they are no parts of a single stage.
     container = model.get_submodule(stack.path)
     around = {id(model), id(container)}
     parts = stack.path.split(".") if stack.path else []
@@ -529,6 +533,7 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
     params = list(model.parameters())
     flags = [param.requires_grad for param in params]
     state, restore_random = ForwardState(model.modules()), save_random_states(device)
+    # The versions reveal writes of the forward to its parameters.
     versions = [param._version for param in params]
     zeros = [param for param in params if _is_zero(param)]
 

@@ -188,6 +188,7 @@ def compare_grads(
     """
     received, values = ran
     given = [] if not plan.low else trace.boundaries[plan.low].leaves
+    # A stage's outputs with the full model's, if both have gradients.
     pairs = [
         (a, b)
         for a, b in zip(values, _list_wanted(plan, trace), strict=True)
@@ -197,6 +198,7 @@ def compare_grads(
     inputs = [(own, leaf) for own, leaf in zip(received, given, strict=True) if leaf.requires_grad]
     if not pairs or not (params or inputs):
         return
+    # Random seeds of the backward, so that no difference cancels out.
     draw = torch.Generator(pairs[0][0].device).manual_seed(0)
     seeds = [torch.randn(a.shape, generator=draw, device=a.device).to(a.dtype) for a, _ in pairs]
     own_grads = torch.autograd.grad(
@@ -209,6 +211,7 @@ def compare_grads(
         allow_unused=True,
         retain_graph=True,
     )
+    # The block of each parameter, by which the message names the first difference.
     owners = {
         id(param): index
         for index in range(plan.low, plan.high)

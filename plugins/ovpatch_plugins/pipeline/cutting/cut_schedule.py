@@ -148,10 +148,12 @@ def cut(
     placed = build_placement(placement, ranks=group.size(), chunks=chunks)
     ranks = placed[: count_stages(placed)]
     cls = _find_schedule(schedule, placement, chunks)
+    # In two directions, stages with the same number are replicas of one stage of the model.
     own = sorted({stage % len(ranks) for stage, rank in enumerate(placed) if rank == group.rank()})
     if placement == BIDIRECTIONAL:
         _check_buffers(model)
     home = next(model.parameters()).device
+    # Stages are compared on the model's device.
     args, kwargs = (
         map_leaves(value, lambda _, leaf: leaf.to(home) if isinstance(leaf, Tensor) else leaf)
         for value in (tuple(mb_args), kwargs)
@@ -186,11 +188,14 @@ def cut(
     if reason:
         raise CutError(reason) from cause
     builder, trees, held = made
+    # The comparison has switched the stages between training and evaluation.
     builder.copy_modes()
     shared = find_shared_params(model, trees, held)
     where = _find_device(mesh, home) if device is None else torch.device(device)
     parts, stages, prefixes = [], [], []
     for stage, tree in trees.items():
+        # A model on the meta device keeps its parameters there, and the script initializes them with
+        # to_empty().
         part: nn.Module = tree if home.type == "meta" else tree.to(where)
         move_zeros(part, where)
         part = part if wrap is None else wrap(part)
@@ -332,6 +337,7 @@ def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> 
         )
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
     is_vee = cls.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    # Each class assumes where its stages are, and does not check the placement.
     wanted = "straight" if is_single else "vee" if is_vee else "loop"
     if wanted != placement or (is_vee and chunks != 2):
         raise CutError(
@@ -348,6 +354,7 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
     except CutError as error:
         return None, str(error), None
     except Exception as error:  # noqa: BLE001 - of the user's forward, and raised once all ranks know it
+        # The message names the last frame outside of torch, which is in the user's code.
         frames = traceback.extract_tb(error.__traceback__)
         last = next(
             (frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1]
@@ -379,6 +386,8 @@ def _share_costs(
     pipelines exchange them, if they measure.
     """
     world = dist.distributed_c10d._get_default_group() if is_measured else group
+    # The costs of the first rank count, because times differ by rank and all ranks need the same
+    # numbers.
     own = costs.as_dict() if costs is not None and world.rank() == 0 else None
     found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
     numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
@@ -470,6 +479,7 @@ def _agree(
     starts: Sequence[int],
     reason: str,
 ) -> str:
+    # Ranks that cut different models would exchange tensors of different shapes later.
     names = repr([(name, tuple(param.shape)) for name, param in model.named_parameters()])
     terms = {
         "blocks": stack.path,
@@ -521,6 +531,7 @@ class SharedGrads:
             names = [dist.get_global_rank(group, rank) for rank in ranks]
             self._group = group
             if len(ranks) < group.size():
+                # Only the ranks with copies take part, so the other ranks need not call this.
                 self._group = dist.new_group(names, use_local_synchronization=True)
 
     def start_step(self) -> None:
@@ -546,6 +557,7 @@ class SharedGrads:
         params = self._param.find_params()
         if not params:
             return
+        # A copy without a gradient adds zeros, because the other ranks wait for its part.
         total = torch.zeros_like(params[0])
         with torch.no_grad():
             for param in params:
@@ -584,6 +596,7 @@ class CutSchedule:
     ) -> None:
         schedule: Any = self
         count = schedule._n_microbatches
+        # Torch gives positional arguments to the first stage alone, so all arguments become keywords.
         named = [
             name_args(args, kwargs)
             for args, kwargs in zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True)
@@ -597,6 +610,7 @@ class CutSchedule:
             finally:
                 schedule.scale_grads = scale
             return
+        # The sums that have put gradients aside, which they must restore after an error.
         started: list[Any] = []
         try:
             for shared in self._shared_grads:

@@ -93,6 +93,7 @@ def make_plans(
         CutError: A stage depends on an earlier stage by more than the inputs of its first block.
     """
     plans = []
+    # The block of each parameter.
     owners = {
         id(param): index for index, block in enumerate(stack.blocks) for param in block.parameters()
     }
@@ -102,6 +103,7 @@ def make_plans(
             [tensor for _, tensor in find_tensors(trace.output)] if after is None else after.tensors
         )
         nodes, leaves = walk_graph(outputs)
+        # Blocks of other stages on whose parameters this stage depends, other than through its inputs.
         foreign = sorted(
             owners[key] for key in leaves if key in owners and not low <= owners[key] < high
         )
@@ -372,6 +374,7 @@ def _play(
             made.__dict__[name] = None
             if tensor is not None:
                 _set_zeros(made, name, tensor)
+    # Containers look their members up among their modules, so these must be there.
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for name, child in module._modules.items():
         own = None if child is None else find_own(child)
@@ -436,6 +439,7 @@ class StageTree:
 
     def build(self, plan: StagePlan) -> nn.Module:
         """Return the module of a stage; its parameters are the model's."""
+        # Each module of the model has one copy in a stage, also if it occurs several times.
         made: dict[int, nn.Module] = {}
         root = self._copy(self._model, plan, made)
         for source_id, module in made.items():
@@ -612,6 +616,7 @@ def find_shared_params(
         owners: list[tuple[nn.Module, str]] = []
         is_first = True
         for tree in trees.values():
+            # The modules of the stage that have the parameter, with its names in them.
             inner = [
                 (module, at)
                 for module in tree.modules()

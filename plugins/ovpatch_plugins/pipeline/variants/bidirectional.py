@@ -60,6 +60,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
             )
         super().__init__(list(stages), n_microbatches, loss_fn, **options)
         ranks = self.pp_group_size
+        # Torch assumes that stage s is on rank s, so the pipeline that runs up gets its own map.
         stages[1].stage_index_to_group_rank = {stage: ranks - 1 - stage for stage in range(ranks)}
         self.placement = BidirectionalPlacement.of(ranks)
         self._num_stages = len(self.placement)
@@ -160,6 +161,7 @@ class ReplicaGrads:
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def _list_params(self) -> list[nn.Parameter]:
+        # Stages that share a parameter add up its gradients themselves.
         known = {id(param) for param in self._left_out()}
         params = [
             param for part in self._parts for param in part.parameters() if param.requires_grad
@@ -223,6 +225,7 @@ class ReplicaGrads:
                 Each replica has divided its gradients by half of that.
         """
         params = self._list_params()
+        # Both ranks must send as many gradients, so a missing one is zeros for now.
         unused = [param.grad is None for param in params]
         grads: dict[torch.dtype, list[Tensor]] = {}
         with torch.no_grad():

@@ -98,6 +98,7 @@ class StashedStage(Stage):
         """
         super().start_step(finalizes=finalizes)
         self._drop()
+        # A script may add and freeze parameters between steps.
         modules = dict.fromkeys(self.stage.submod.modules())
         found = [
             (module, name, p)
@@ -151,6 +152,7 @@ class StashedStage(Stage):
     def finish_backward(self, microbatch: int, check_peers: Callable[[], None]) -> None:
         """Step the optimizers with the gradients of this microbatch alone; its input gradient is in flight."""
         super().finish_backward(microbatch, check_peers)
+        # An update with the zeros of a failed rank could not be undone.
         check_peers()
         for place in self._places:
             if place[2].grad is not None:
@@ -199,6 +201,7 @@ class StashedStage(Stage):
 
 
 def _alias(param: nn.Parameter, weights: Tensor) -> nn.Parameter:
+    # The alias shares the memory of the weights and has the script's attributes.
     alias = nn.Parameter(weights)
     alias.__dict__.update(param.__dict__)
     return alias
