@@ -360,20 +360,27 @@ class SymmAllToAll:
         from ovpatch.overlap.kernels.workspace_kernels import RANKS
         from ovpatch_plugins.pipe_experts.triton_kernels import HEADER
 
-        self._world, self._rank = group.size(), group.rank()
-        self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
+        self._world = group.size()
+        self._rank = group.rank()
+        self.channels = channels
+        self._slot = slot
+        self._depth = depth
+        self._block = block
         size = HEADER.value + channels * self._world * depth * slot
         self._memory = memory.allocate_on_all(
             size, group, device, lambda own: own[: HEADER.value].zero_()
         )
         with outside_modes():
+            # The addresses of all ranks' memory, and the numbers of units sent and fetched so far.
             self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
             self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
         # The kernel takes the splits of a fixed number of ranks; ranks that do not exist send no rows.
         self._padding = [0] * (RANKS.value - self._world)
+        # Prepared kernels by the dtype of words, whether rows are aligned, and the number of programs.
         self._kernels: dict[tuple[torch.dtype, bool, int], Any] = {}
         # Works whose tensors are kept until their kernel has ended.
         self._in_flight: collections.deque[_KernelWork] = collections.deque()
+        # The kernels' stream has a high priority, so that they get multiprocessors while experts compute.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self._stream is not None:
             # The new stream reads tensors that the current stream has written.
@@ -441,7 +448,10 @@ class _KernelWork:
 
     def __init__(self, output: Tensor, rows: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._tensors: tuple[Tensor, ...] = (output, rows)
-        self._stream, self._end = stream, None if stream is None else torch.cuda.Event()
+        self._stream = stream
+        # The event after the kernel; None without streams.
+        self._end = None if stream is None else torch.cuda.Event()
+        # The stream that allocated the tensors.
         self._launch_stream = None if stream is None else torch.cuda.current_stream(rows.device)
 
     def launch_kernel(self, kernel: Prepared, rows: Tensor, *args: Tensor | int) -> None:

@@ -531,7 +531,7 @@ class SharedGrads:
             names = [dist.get_global_rank(group, rank) for rank in ranks]
             self._group = group
             if len(ranks) < group.size():
-                # Only the ranks with copies take part, so the other ranks need not call this.
+                # Only the ranks with copies take part, so their peers need not call this.
                 self._group = dist.new_group(names, use_local_synchronization=True)
 
     def start_step(self) -> None:
@@ -557,7 +557,7 @@ class SharedGrads:
         params = self._param.find_params()
         if not params:
             return
-        # A copy without a gradient adds zeros, because the other ranks wait for its part.
+        # A copy without a gradient adds zeros, because peers wait for its part.
         total = torch.zeros_like(params[0])
         with torch.no_grad():
             for param in params:
