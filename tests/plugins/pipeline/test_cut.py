@@ -25,7 +25,7 @@ from ovpatch_plugins.pipeline.cutting.block_balance import (
     split_blocks,
     split_evenly,
 )
-from ovpatch_plugins.pipeline.cutting.block_stack import find_blocks, prepared
+from ovpatch_plugins.pipeline.cutting.block_stack import find_block_stack, prepared
 from ovpatch_plugins.pipeline.cutting.cut_check import name_args
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import counters
@@ -680,7 +680,7 @@ def test_costs_are_measured_per_block() -> None:
     model = Decoder(layers=3)
     model.layers[1].up = nn.Linear(16, 100000)
     model.layers[1].down = nn.Linear(100000, 16)
-    stack = find_blocks(model)
+    stack = find_block_stack(model)
     ids = torch.zeros(4, CONTEXT, dtype=torch.long)
     with prepared(model, torch.device("cpu")):
         costs = measure_costs(model, stack, (ids,), {}, torch.device("cpu"))

@@ -101,7 +101,7 @@ class BlockStack:
         return f"{self.path}.{self.keys[index]}" if self.path else self.keys[index]
 
 
-def find_blocks(
+def find_block_stack(
     model: nn.Module, path: str | None = None, run: Callable[[], object] | None = None
 ) -> BlockStack:
     """Return the list of blocks with the most parameters that the model's forward goes through.

@@ -36,7 +36,7 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     BlockStack,
     CutError,
     ForwardState,
-    find_blocks,
+    find_block_stack,
     map_leaves,
     prepared,
     trace_model,
@@ -161,7 +161,7 @@ def cut(
 
     def prepare() -> tuple[Callable[[], None], BlockStack, BlockCosts | None]:
         restore = prepared_model.enter_context(prepared(model, home))
-        stack = find_blocks(model, blocks, lambda: model(*args, **kwargs))
+        stack = find_block_stack(model, blocks, lambda: model(*args, **kwargs))
         check_count(len(stack.blocks), len(ranks))
         restore()
         return (
