@@ -392,7 +392,7 @@ REASONS = {
     "no such list": "blocks='layer' names no list",
     "no list": "has no list of blocks of one class",
     "too few": "2 blocks make no 4 stages",
-    "wrapped": "the model is a DistributedDataParallel already",
+    "wrapped": "the model is already a DistributedDataParallel",
     "sizes": "does not divide 5 blocks into 2 stages",
     "schedule": "placement='vee', chunks=2",
     "draws": "computes other values than the full model",
@@ -406,12 +406,12 @@ REASONS = {
     "scalar": "cut(..., output=lambda result: result.logits)",
     "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
     "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",
-    "noise in training": "whole model in training mode, first at layers.2",
-    "noise through a gate": "whole model in training mode, first at layers.2",
-    "reads in training": "whole model in training mode, first at layers.2",
+    "noise in training": "full model in training mode, first at layers.2",
+    "noise through a gate": "full model in training mode, first at layers.2",
+    "reads in training": "full model in training mode, first at layers.2",
     "writes": "the model's forward writes its parameter positions",
-    "shared counter": "whole model in evaluation mode, first at layers.2",
-    "shared generator": "whole model in evaluation mode, first at layers.2",
+    "shared counter": "full model in evaluation mode, first at layers.2",
+    "shared generator": "full model in evaluation mode, first at layers.2",
 }
 
 
@@ -689,5 +689,5 @@ def test_costs_are_measured_per_block() -> None:
     assert costs.activation_bytes is not None
     assert costs.block_bytes[1] > 100 * costs.block_bytes[0]
     assert costs.activation_bytes[1] > 4 * CONTEXT * 100000 * 4 > costs.activation_bytes[0] > 0
-    assert costs.behind_bytes == 4 * 4 * (16 * WORDS + 32)
+    assert costs.after_bytes == 4 * 4 * (16 * WORDS + 32)
     assert all(module.training for module in model.modules())

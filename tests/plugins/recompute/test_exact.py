@@ -458,7 +458,10 @@ def test_what_cannot_be_computed_again_is_an_error_with_a_remedy(ranks: Any) -> 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"granularity": "half"}, "granularity='half' is unknown. Give one of none, full, selective"),
+        (
+            {"granularity": "half"},
+            "granularity='half' is unknown. Give one of none, full, selective",
+        ),
         ({"blocks": "layers.*.attention"}, "has no module that blocks='layers.*.attention' names"),
     ],
 )

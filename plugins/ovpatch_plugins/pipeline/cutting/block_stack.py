@@ -132,7 +132,7 @@ def find_block_stack(
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(module) < 2:
             continue
-        # Blocks of one class are most likely the layers of the model. A list of several classes may also be.
+        # Blocks of one class are most likely the model's layers, but a ModuleList of several classes may have them.
         is_uniform = len({type(child) for child in module.children()}) == 1
         size = sum(param.numel() for param in module.parameters())
         if size and (is_uniform or isinstance(module, nn.ModuleList)):
