@@ -206,7 +206,7 @@ def _run_step(
     first_step, engine, controller = attached.first_step, attached.engine, attached.controller
     assert engine is not None
     assert first_step is not None
-    # Torch runs the first step alone, even if that step fails.
+    # The engine runs all later steps, even if the first step failed.
     is_stock = first_step.is_stock and not first_step.has_begun
     if is_stock:
         _release_buffers(schedule)

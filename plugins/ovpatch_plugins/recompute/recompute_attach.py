@@ -121,7 +121,7 @@ def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def attach_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-    """Attach to the blocks of an optimizer's models, if the options name them."""
+    """Attach to the blocks of the models that an optimizer trains, by the options."""
     if options["granularity"] == NONE:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
