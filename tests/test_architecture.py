@@ -487,7 +487,7 @@ TABLES = {
     "ovpatch_plugins.pipeline.pipeline_report:_stock_reasons": "lines of the report",
     "ovpatch_plugins.pipeline.cutting.stage_tree:_classes": "subclasses, each made once",
     "ovpatch.overlap.pipelining.edges:_stuck": "memory that is never freed",
-    "ovpatch_plugins.recompute.recompute_report:_left": "lines of the report",
+    "ovpatch_plugins.recompute.recompute_report:_fallbacks": "lines of the report",
     "ovpatch_plugins.recompute.recompute_report:_models": "lines of the report",
     "ovpatch_plugins.recompute.recompute_report:_notes": "lines of the report",
     "ovpatch_plugins.recompute.recomputation:_pending": "flags of running backwards, which take them",

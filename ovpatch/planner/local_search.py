@@ -14,20 +14,31 @@ from ovpatch.planner.zero_bubble import Operations, Orders
 SAME: Final = 1e-9
 """The relative difference of two sums of the same costs."""
 
-# Temperatures, in units of what a microbatch costs on the busiest rank.
+# Temperatures at the start and the end, in units of a microbatch's time on the busiest rank.
 _HOT: Final = 0.02
 _COLD: Final = 0.0005
-# The places that a move goes at most.
+# The largest number of positions that one move shifts an operation.
 _FARTHEST: Final = 4
 
 
 class LocalSearch:
     """Orders that change by small moves, and the time of their step.
 
-    A step that chains lasts as long as one round of the max-plus map from the clocks at which ranks begin to those at
-    which they end. For any vector of beginnings, the largest advance of a rank is an upper bound of it, and for the
-    vector that the steady state has it is exact. So one step is simulated per evaluation, from the offsets that the
-    best orders have in their steady state. With a barrier at the step's end all offsets are 0.
+    A step that chains lasts as long as one round of the max-plus map from the clocks at which ranks begin
+    to the clocks at which they end. For any vector of beginnings, the largest advance of a rank is an
+    upper bound of that time, and for the vector of the steady state it is exact. So one step is simulated
+    per evaluation, from the offsets that the best orders have in their steady state. If ranks meet in a
+    barrier at the step's end, all offsets are 0.
+
+    Args:
+        operations: The operations of a step.
+        orders: The orders to start from.
+        chained: Whether steps follow each other without a barrier.
+
+    Attributes:
+        cost: Time of the step; infinite if the orders deadlock.
+        offsets: Time at which each rank begins the step.
+        evaluations: Number of simulated moves.
     """
 
     def __init__(self, operations: Operations, orders: Orders, chained: bool) -> None:
@@ -43,6 +54,7 @@ class LocalSearch:
         ranks = range(self.operations.ranks)
         self.cost = math.inf
         offsets = [0.0 for _ in ranks]
+        # A few rounds reach the steady state of most orders.
         for _ in range(4 if self.chained else 1):
             self.offsets = offsets
             end = [-1.0] * len(self.operations.actions)
@@ -55,9 +67,8 @@ class LocalSearch:
             first = [end[order[0]] - self.operations.duration[order[0]] for order in self.orders]
             before, self.cost = self.cost, cost
             self._keep(end)
-            if (
-                self.chained and before == math.inf
-            ):  # the first Fs of a step show how far apart ranks begin
+            if self.chained and before == math.inf:
+                # After the first round, the first Fs of the step show how far apart ranks begin.
                 offsets = [start - min(first) for start in first]
             else:
                 offsets = [clock - min(clocks) for clock in clocks]
@@ -65,8 +76,10 @@ class LocalSearch:
                 break
 
     def _keep(self, end: list[float]) -> None:
+        # The end of each operation, by number and by rank.
         self._end = end
         self._ends = [[end[operation] for operation in order] for order in self.orders]
+        # The memory that a rank holds after each of its operations.
         change = self.operations.change
         self._held = [
             list(itertools.accumulate(change[operation] for operation in order))
@@ -74,7 +87,7 @@ class LocalSearch:
         ]
 
     def _sum_tails(self) -> list[list[float]]:
-        """Return what a rank still computes from each position on."""
+        """Return the time that each rank still computes from each position on."""
         duration = self.operations.duration
         tails = []
         for order in self.orders:
@@ -90,30 +103,27 @@ class LocalSearch:
     def _run(
         self, end: list[float], positions: list[int], clocks: list[float], most: float
     ) -> float | None:
-        """Run all ranks on from their positions.
+        """Run all ranks from their positions to their ends.
 
         Args:
-            end: Ends of operations, -1 where unknown; filled in.
+            end: Ends of operations, -1 if unknown; filled in.
             positions: Position of each rank in its order; changed.
-            clocks: When each rank is free; changed.
+            clocks: Time at which each rank is free; changed.
             most: The run ends early once the step is longer.
 
         Returns:
-            The time of the step, or None if it is longer than ``most``, or the orders deadlock.
+            The time of the step, or None if it is longer than ``most`` or the orders deadlock.
         """
         operations = self.operations
-        orders, duration, source, lag = (
-            self.orders,
-            operations.duration,
-            operations.source,
-            operations.lag,
-        )
-        reader, rank_of, offsets, tails = (
-            operations.reader,
-            operations.rank,
-            self.offsets,
-            self._tails,
-        )
+        # Local variables, because this is the inner loop of the search.
+        orders = self.orders
+        duration = operations.duration
+        source = operations.source
+        lag = operations.lag
+        reader = operations.reader
+        rank_of = operations.rank
+        offsets = self.offsets
+        tails = self._tails
         ready = list(range(operations.ranks))
         while ready:
             rank = ready.pop()
@@ -136,6 +146,7 @@ class LocalSearch:
                 if after >= 0 and rank_of[after] != rank:
                     ready.append(rank_of[after])
             positions[rank], clocks[rank] = position, clock
+            # The rank computes for at least the rest of its order, even if it never waits again.
             if clock + tails[rank][position] - offsets[rank] > most:
                 return None
         if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
@@ -151,8 +162,14 @@ class LocalSearch:
     ) -> tuple[float, Orders]:
         """Move operations until the effort is spent or the bound is reached.
 
+        Args:
+            effort: Number of simulated operations.
+            generator: Draws the moves.
+            bound: A time that no order can be faster than.
+            report: Called with the effort spent and the shortest step.
+
         Returns:
-            The shortest step and its orders; the orders of this object stay where the walk ended.
+            The shortest step and its orders. This object keeps the orders of the last accepted move.
         """
         operations = self.operations
         best, found = self.cost, [list(order) for order in self.orders]
@@ -170,6 +187,7 @@ class LocalSearch:
                 report(spent, best)
             rank = int(draw() * operations.ranks)
             length = len(self.orders[rank])
+            # The first operation of a rank, position 0, never moves.
             place = 1 + int(draw() * (length - 1))
             distance = 1 + int(draw() * _FARTHEST)
             target = place + distance if draw() < 0.5 else place - distance
@@ -177,6 +195,7 @@ class LocalSearch:
             if not 1 <= target < length:
                 continue
             temperature = unit * _HOT * (_COLD / _HOT) ** (spent / effort)
+            # A longer step is accepted with the probability exp(-increase / temperature).
             spent += self._try(
                 rank, place, target, self.cost - temperature * math.log(draw() + 1e-12)
             )
@@ -186,7 +205,7 @@ class LocalSearch:
         return best, found
 
     def _try(self, rank: int, place: int, target: int, most: float) -> int:
-        """Move one operation of a rank if the step is not longer than ``most`` then; return the effort spent."""
+        """Move an operation of a rank, unless the step gets longer than ``most``; return the effort spent."""
         operations = self.operations
         order = self.orders[rank]
         low, high = (place, target) if place < target else (target, place)
@@ -206,14 +225,14 @@ class LocalSearch:
         old_tail = tail[low : high + 1]
         for index in range(high, low - 1, -1):
             tail[index] = tail[index + 1] + operations.duration[order[index]]
-        # What ends before the first moved operation may start stays as it is, on all ranks.
+        # Operations that end before the first moved operation may start keep their times, on all ranks.
         since = self._ends[rank][low - 1]
         end, positions, clocks, spent = self._end[:], [], [], 0
-        for other, ends in enumerate(self._ends):
-            position = low if other == rank else bisect_right(ends, since)
+        for peer, ends in enumerate(self._ends):
+            position = low if peer == rank else bisect_right(ends, since)
             positions.append(position)
-            clocks.append(ends[position - 1] if position else self.offsets[other])
-            rest = self.orders[other][position:]
+            clocks.append(ends[position - 1] if position else self.offsets[peer])
+            rest = self.orders[peer][position:]
             spent += len(rest)
             for operation in rest:
                 end[operation] = -1.0
@@ -229,13 +248,16 @@ class LocalSearch:
         return spent
 
     def _may_pass(self, moved: int, passed: Sequence[int], later: bool) -> bool:
-        """Whether an operation may go past others of its rank: sequences and F before B before W stay."""
+        """Return whether an operation may pass others of its rank.
+
+        Operations of one sequence, and F, B and W of one microbatch, keep their order.
+        """
         operations = self.operations
         sequence, needed, source = operations.sequence, operations.needed, operations.source
-        for other in passed:
-            if sequence[other] == sequence[moved]:
+        for overtaken in passed:
+            if sequence[overtaken] == sequence[moved]:
                 return False
-            first, second = (moved, other) if later else (other, moved)
+            first, second = (moved, overtaken) if later else (overtaken, moved)
             if needed[second] == first or source[second] == first:
                 return False
         return True

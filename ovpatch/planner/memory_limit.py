@@ -6,18 +6,18 @@ import re
 from typing import Final, NamedTuple
 
 _AUTO: Final = "auto"
-# Powers of the base, 1000 or 1024.
+# The units of sizes, as powers of the base 1000 or 1024.
 _UNITS: Final = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class MemoryLimit(NamedTuple):
-    """What a rank may hold for microbatches between their F and their W.
+    """The limit of the memory that a rank holds for microbatches between their F and their W.
 
-    Both are None for the limit that is found out from the memory that is free.
+    If both attributes are None, the feature finds the limit from the free memory.
 
     Attributes:
-        times: In units of what the fullest rank of 1F1B holds.
-        size: In bytes.
+        times: The limit, in units of the memory that the fullest rank of 1F1B holds.
+        size: The limit in bytes.
     """
 
     times: float | None = None
@@ -25,10 +25,10 @@ class MemoryLimit(NamedTuple):
 
 
 def read_memory_limit(text: str) -> MemoryLimit:
-    """Return the limit that a text means: ``auto``, ``1.5x``, ``40GiB`` or ``40GB``.
+    """Return the limit that a string means: ``auto``, ``1.5x``, ``40GiB`` or ``40GB``.
 
     Raises:
-        ValueError: The text is none of these, or not above 0.
+        ValueError: The string has none of these forms, or its number is 0.
     """
     if text.strip().lower() == _AUTO:
         return MemoryLimit()
@@ -43,10 +43,10 @@ def read_memory_limit(text: str) -> MemoryLimit:
 
 
 def parse_memory_limit(text: str) -> str:
-    """Check the option's text and return it in one spelling.
+    """Check the option's value and return it in one spelling.
 
     Raises:
-        ValueError: :func:`read_memory_limit` does not understand it.
+        ValueError: :func:`read_memory_limit` cannot read it.
     """
     read_memory_limit(text)
     return "".join(text.split())

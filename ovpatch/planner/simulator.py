@@ -1,4 +1,4 @@
-"""Event simulator of a pipeline: a schedule and what its actions cost give the time of a step.
+"""Event simulator of a pipeline: it computes the time of a step from a schedule and the costs of its actions.
 
 Times are in any one unit, memory in units of the activations of one microbatch on one rank.
 """
@@ -21,21 +21,25 @@ from ovpatch.overlap.pipelining.ir import (
     list_messages,
 )
 
-_MOST_STEPS: Final = 32  # chained steps run alike after a few; a rare schedule alternates
-_SAME: Final = 1e-9  # relative difference of two sums of the same costs
+# The largest number of simulated steps. Chained steps of most schedules repeat after a few; those of a rare
+# schedule alternate.
+_MAX_STEPS: Final = 32
+# The relative difference up to which two sums of the same costs are equal.
+_SAME: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of one microbatch cost.
+    """The costs of one microbatch's actions.
 
     Attributes:
         forward: Time of F, by stage.
         backward: Time of B, the gradient of the input alone, by stage.
         weight: Time of W, by stage. A full backward takes ``backward + weight``.
-        send: Time of a transfer, of all edges or by edge ``(sender, receiver)``. Edges that are missing take none.
-        overhead: Time of a step beside computations and waits, by rank: calls of the engine, posting of messages, the
-            scaling of gradients. It is spread over the rank's actions. Ranks that are missing have none.
+        send: Time of a transfer, for all edges or by edge ``(sender, receiver)``. Missing edges take no time.
+        overhead: Time of a step in addition to computations and waits, by rank: calls of the engine, posting
+            of messages, the scaling of gradients. It is spread over the rank's actions. Missing ranks have
+            none.
     """
 
     forward: tuple[float, ...]
@@ -67,7 +71,7 @@ class Costs:
         return cls((forward,) * stages, (backward,) * stages, (weight,) * stages, send)
 
     def time_of(self, action: Action) -> float:
-        """Return the time that an action computes."""
+        """Return the time that an action takes to compute."""
         if action.kind is Kind.F:
             return self.forward[action.stage]
         backward = 0.0 if action.kind is Kind.W else self.backward[action.stage]
@@ -84,7 +88,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one microbatch holds of a rank's memory.
+    """The memory of a rank that one microbatch holds.
 
     Attributes:
         activations: From the end of F to the end of B, by stage.
@@ -95,19 +99,21 @@ class Footprint:
     deferred: tuple[float, ...]
 
     @classmethod
-    def of_placement(cls, placement: Placement, deferred: float = 1.0) -> Footprint:
-        """Return the footprint of stages of one size: in all stages of its pipeline on a rank a microbatch holds 1.
+    def from_placement(cls, placement: Placement, deferred: float = 1.0) -> Footprint:
+        """Return the footprint of stages of one size.
+
+        In all stages that a pipeline has on a rank, a microbatch holds 1.
 
         Args:
             placement: Rank of each stage.
-            deferred: What is left after B, as a part of what F leaves.
+            deferred: The memory that B leaves, as a part of the memory that F leaves.
         """
         pipelines = len(placement) // count_stages(placement)
         held = tuple(pipelines / list(placement).count(rank) for rank in placement)
         return cls(held, tuple(part * deferred for part in held))
 
     def change(self, action: Action) -> float:
-        """Return by how much an action changes the memory of its rank."""
+        """Return the amount by which an action changes the memory of its rank."""
         if action.kind is Kind.F:
             return self.activations[action.stage]
         if action.kind is Kind.B:
@@ -116,7 +122,7 @@ class Footprint:
 
 
 class Timed(NamedTuple):
-    """An action and when it computes."""
+    """An action and the times at which it starts and ends."""
 
     action: Action
     start: float
@@ -125,14 +131,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated step costs.
+    """The time and the memory of a simulated step.
 
     Attributes:
         step: Time of a step.
         timeline: Actions of one step, by rank; times count from the first action of the step.
         busy: Time that a rank computes in a step, by rank.
         peak_memory: Largest sum of footprints, by rank.
-        peak_activations: Most microbatches between F and B, by rank; a stage of several counts in part.
+        peak_activations: Most microbatches between F and B, by rank; each of a rank's stages counts as a fraction.
         peak_deferred: Most microbatches between B and W, by rank.
     """
 
@@ -145,7 +151,7 @@ class Simulation:
 
     @property
     def limit(self) -> float:
-        """Time of a step without any wait: that of the rank that computes most."""
+        """Time of a step without any wait, which is the time of the rank that computes most."""
         return max(self.busy, default=0.0)
 
     @property
@@ -160,7 +166,7 @@ class Simulation:
 
     @property
     def excess(self) -> float:
-        """By how much the step is longer than :attr:`limit`, as a part of it."""
+        """The time by which the step is longer than :attr:`limit`, as a part of the limit."""
         return self.step / self.limit - 1.0 if self.limit else 0.0
 
 
@@ -175,26 +181,29 @@ def simulate(
 ) -> Simulation:
     """Return the time and memory of a step.
 
-    A rank runs its actions in order; each waits until what it reads has arrived. A directed edge between two ranks
-    carries one message at a time, in the order of the sender, beside the computations of both.
+    A rank runs its actions in order; each action waits until its inputs have arrived. A directed edge
+    between two ranks carries one message at a time, in the order of the sender, concurrently with the
+    computations of both.
 
     Args:
         schedule: Orders by rank.
         placement: Rank of each stage.
         costs: Times, by stage.
-        footprint: Memory, by stage; by default stages of one size that keep their activations until W.
-        slots: Messages that an edge holds between its sender and the action that reads them; None for any number.
-        chained: Steps follow each other on each rank without a barrier, and the time is that of a step among many;
-            else all ranks meet at the end of each step.
+        footprint: Memory, by stage. Default: stages of one size that keep their activations until W.
+        slots: Messages that an edge holds between its sender and the action that reads them; None for any
+            number.
+        chained: Whether steps follow each other on each rank without a barrier; the time is then the time of
+            a step among many. Otherwise all ranks meet at the end of each step.
 
     Raises:
         ScheduleError: The schedule deadlocks.
     """
-    footprint = Footprint.of_placement(placement) if footprint is None else footprint
+    footprint = Footprint.from_placement(placement) if footprint is None else footprint
     run = _Run(schedule, placement, costs, slots)
     run.run_step()
     step, origin = max(run.clocks, default=0.0), 0.0
-    while chained and run.steps < _MOST_STEPS:
+    # Steps are in their steady state once all clocks advance by the same time.
+    while chained and run.steps < _MAX_STEPS:
         before = list(run.clocks)
         run.run_step()
         advances = [after - earlier for earlier, after in zip(before, run.clocks, strict=True)]
@@ -203,7 +212,7 @@ def simulate(
             break
     if chained:
         origin = min((start for line in run.timeline for _, start, _ in line[:1]), default=0.0)
-    parts, nothing = Footprint.of_placement(placement).activations, (0.0,) * len(placement)
+    parts, nothing = Footprint.from_placement(placement).activations, (0.0,) * len(placement)
     waiting, pending = Footprint(parts, nothing), Footprint(nothing, parts)
     return Simulation(
         step=step,
@@ -227,12 +236,15 @@ def peak_memory(order: Sequence[Action], footprint: Footprint) -> float:
 
 
 class _Run:
-    """Steps one after the other; clocks, edges and slots go on from step to step."""
+    """A sequence of steps; clocks, edges and slots keep their state from step to step."""
 
     def __init__(
         self, schedule: Schedule, placement: Placement, costs: Costs, slots: int | None
     ) -> None:
-        self.schedule, self.placement, self.costs, self.slots = schedule, placement, costs, slots
+        self.schedule = schedule
+        self.placement = placement
+        self.costs = costs
+        self.slots = slots
         self.clocks = [0.0] * len(schedule)
         self.steps = 0
         self.timeline: list[list[Timed]] = []
@@ -241,7 +253,8 @@ class _Run:
             message: edge for edge, messages in self._messages.items() for message in messages
         }
         known = dict(enumerate(costs.overhead))
-        self._behind = [
+        # The time by which each action of a rank delays the next one: the action's part of the overhead.
+        self._delays = [
             known.get(rank, 0.0) / max(1, len(order)) for rank, order in enumerate(schedule)
         ]
         self._edges = {edge: _Edge(costs.send_time(*edge), slots) for edge in self._messages}
@@ -251,6 +264,7 @@ class _Run:
         self.steps += 1
         self.timeline = [[] for _ in self.schedule]
         ends: dict[Action, float] = {}
+        # The number of each message on its edge, counted over all steps.
         bases = {edge: self._edges[edge].accepted for edge in self._edges}
         numbers = {
             message: bases[edge] + number
@@ -276,13 +290,13 @@ class _Run:
                 raise ScheduleError(
                     f"rank {rank}: deadlock, {action} waits for "
                     f"{find_source(action, self.placement)}. "
-                    "check_schedule names the rule that is broken."
+                    "Mend the rule that check_schedule() reports."
                 )
 
     def _arrival(
         self, action: Action, ends: Mapping[Action, float], numbers: Mapping[Action, int]
     ) -> float | None:
-        """Return when the input of an action is there; None as long as that is unknown."""
+        """Return the time at which the input of an action has arrived; None while that is unknown."""
         source = find_source(action, self.placement)
         if source is None:
             return 0.0
@@ -298,13 +312,14 @@ class _Run:
         numbers: Mapping[Action, int],
     ) -> None:
         end = start + self.costs.time_of(action)
-        self.clocks[rank] = end + self._behind[rank]
+        self.clocks[rank] = end + self._delays[rank]
         self.timeline[rank].append(Timed(action, start, end))
         source = find_source(action, self.placement)
         if source in self._edge_of:
             self._edges[self._edge_of[source]].read(numbers[source], start)
         if action.kind is Kind.W:
             return
+        # The reader of a gradient names B as its source, also if a full backward computes it.
         made = action._replace(kind=Kind.B) if action.kind is Kind.BW else action
         ends[made] = end
         if made in self._edge_of:
@@ -315,11 +330,15 @@ class _Edge:
     """The messages from one rank to another, in the order of the sender, over all steps."""
 
     def __init__(self, time: float, slots: int | None) -> None:
-        self._time, self._slots = time, slots
+        self._time = time
+        self._slots = slots
+        # The times at which messages were computed and at which they arrived, by number.
         self._made: list[float] = []
         self._arrived: list[float] = []
+        # The times at which messages were read whose predecessors have not all been read.
         self._reads: dict[int, float] = defaultdict(float)
-        self._freed: list[float] = []  # when all messages up to an index were read
+        # The time at which all messages up to an index had been read.
+        self._freed: list[float] = []
 
     @property
     def accepted(self) -> int:
@@ -340,7 +359,7 @@ class _Edge:
         return self._arrived[number] if number < len(self._arrived) else None
 
     def _send(self) -> None:
-        """Send what has been made, as far as it is known when a slot is free."""
+        """Send the computed messages whose slot is known to become free."""
         while len(self._arrived) < len(self._made):
             number = len(self._arrived)
             start = max(self._made[number], self._arrived[-1] if self._arrived else 0.0)

@@ -1,8 +1,9 @@
 """A schedule solved from the costs of each stage and the memory of each rank.
 
-The start is the best of fixed orders and of those made in one pass (:mod:`ovpatch.planner.zero_bubble`); simulated
-annealing moves single operations from there. All ranks that solve the same problem get the same schedule: the effort is
-counted in simulated operations, not in seconds.
+The search starts from the best of the fixed orders and of the orders made in one pass
+(:mod:`ovpatch.planner.zero_bubble`). Simulated annealing moves single operations from there. All ranks that
+solve the same problem get the same schedule, because the effort is counted in simulated operations, not in
+seconds.
 """
 
 from __future__ import annotations
@@ -35,25 +36,29 @@ from ovpatch.planner.zero_bubble import (
 )
 
 EFFORT: Final = 3_000_000
-"""Simulated operations of a search by default, one to two seconds of one core."""
+"""The simulated operations of a search by default, which take one to two seconds of one core."""
 
-_GRID_SHARE: Final = 0.04  # of the effort; an operation costs more there
-_FIRST_SHARE: Final = 0.15  # of the effort, for each start; the rest is for the best one
+# The share of the effort for list schedules. An operation costs more there.
+_GRID_SHARE: Final = 0.04
+# The share of the effort for each start; the rest is for the best result.
+_FIRST_SHARE: Final = 0.15
 _NAMED_AS_GIVEN: Final = "as given"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known about a pipeline.
+    """A pipeline: its stages, their costs, and the limits of its schedule.
 
     Attributes:
         placement: Rank of each stage.
         microbatches: Microbatches in a step.
         costs: Times, by stage.
-        memory_limit: What each rank may hold, in the unit of ``footprint``; one number for all ranks, or one each.
-        footprint: Memory, by stage; by default stages of one size that keep their activations until W.
+        memory_limit: Memory that each rank may hold, in the unit of ``footprint``; a number for all ranks, or
+            a sequence with a number for each.
+        footprint: Memory, by stage. Default: stages of one size that keep their activations until W.
         stock: The order as given. It is a candidate, and its sequence of microbatches within each stage is kept.
-        keep_forward_order: Random numbers are drawn in F, so each rank keeps the sequence of Fs of ``stock``.
+        keep_forward_order: Whether each rank keeps the sequence of Fs of ``stock``, because Fs draw random
+            numbers.
         chained: Whether steps follow each other without a barrier.
         slots: Messages that an edge between two ranks holds; None for any number.
     """
@@ -75,15 +80,17 @@ class Problem:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """Memory of each rank."""
+        """Memory limit of each rank."""
         if isinstance(self.memory_limit, (int, float)):
             return (float(self.memory_limit),) * self.ranks
         return tuple(self.memory_limit)
 
     @property
     def held(self) -> Footprint:
-        """The footprint, also where it was left out."""
-        return Footprint.of_placement(self.placement) if self.footprint is None else self.footprint
+        """The footprint, or its default."""
+        if self.footprint is None:
+            return Footprint.from_placement(self.placement)
+        return self.footprint
 
     def simulate(self, schedule: Schedule) -> Simulation:
         """Simulate a schedule of this pipeline."""
@@ -97,7 +104,7 @@ class Problem:
         )
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether each rank stays within its memory."""
+        """Return whether each rank stays within its memory."""
         pairs = zip(schedule, self.limits, strict=True)
         return all(
             peak_memory(order, self.held) <= limit + SAME * max(1.0, limit)
@@ -107,12 +114,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is.
+    """The state of a search.
 
     Attributes:
         done: Part of the effort that is spent, from 0 to 1.
         step: Shortest step so far, in the unit of the costs.
-        origin: Where the best schedule comes from.
+        origin: Origin of the best schedule, as in :class:`Solution`.
     """
 
     done: float
@@ -127,9 +134,9 @@ class Solution:
     Attributes:
         schedule: Orders by rank.
         simulation: Its time and memory.
-        origin: Where it comes from: a fixed order by name, ``as given``, ``one pass``, or ``search``.
-        lower_bound: Time below which no schedule of this placement gets, whatever the memory.
-        fixed: Step of each fixed order that fits, by name; the order as given too.
+        origin: The way in which it was found: a fixed order by name, ``as given``, ``one pass``, or ``search``.
+        lower_bound: Time that no schedule of this placement is faster than, for any memory.
+        fixed: Step of each fixed order that fits, by name, and of the order as given.
         evaluations: Schedules that were evaluated.
     """
 
@@ -148,13 +155,13 @@ def solve(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Return the best schedule that is found within an effort; never slower than a fixed order that fits.
+    """Return the best schedule that is found within an effort; it is never slower than a fixed order that fits.
 
     Args:
         problem: Placement, costs and memory.
-        effort: Simulated operations. 0 takes the best of the fixed orders and those made in one pass.
+        effort: Simulated operations. 0 takes the best of the fixed orders and the orders made in one pass.
         seed: The same seed gives the same schedule on each rank.
-        progress: Called now and then during the search.
+        progress: Called several times during the search.
 
     Raises:
         ScheduleError: The problem is contradictory, or no schedule fits into the memory.
@@ -203,10 +210,12 @@ def _check(problem: Problem) -> None:
         ("memory limits", problem.limits, problem.ranks),
     ):
         if len(numbers) != wanted:
-            raise ScheduleError(f"there are {len(numbers)} {name} for {wanted}. Give one each.")
+            raise ScheduleError(
+                f"there are {len(numbers)} {name} for {wanted} ranks or stages. Give one each."
+            )
     if problem.keep_forward_order and problem.stock is None:
         raise ScheduleError(
-            "the sequence of Fs to keep is unknown. Give the stock schedule as well."
+            "the sequence of Fs to keep is unknown. Give the stock schedule with keep_forward_order."
         )
 
 
@@ -214,13 +223,15 @@ def _check(problem: Problem) -> None:
 
 
 def find_lower_bound(problem: Problem) -> float:
-    """Return a time of a step below which no schedule of the placement gets, whatever the memory.
+    """Return a time that no schedule of the placement is faster than, for any memory.
 
-    Chained: a rank's step lasts from the first F of its lowest stage until the last W of that stage. In between, the
-    first microbatch goes up to any other rank, that rank runs all its Fs and Bs, and the last gradient comes back.
-    With all ranks meeting at the end of each step: the first microbatch arrives, then the rank computes all it has.
+    If steps are chained, a rank's step lasts from the first F of its lowest stage until the last W of that
+    stage. In between, the first microbatch goes up to any other rank, that rank runs all its Fs and Bs, and
+    the last gradient comes back. If all ranks meet at the end of each step, the first microbatch arrives,
+    and then the rank computes all its actions.
     """
     placement, costs, microbatches = problem.placement, problem.costs, problem.microbatches
+    # The lowest stage of each rank. The rank's step begins with that stage's first F.
     lowest = [list(placement).index(rank) for rank in range(problem.ranks)]
 
     def sum_local(times: Sequence[float], rank: int) -> float:
@@ -229,7 +240,7 @@ def find_lower_bound(problem: Problem) -> float:
         )
 
     def way(times: Sequence[float], first: int, last: int, step: int) -> float:
-        """Return the time from stage ``first`` up to ``last`` and its transfers, without ``last`` itself."""
+        """Return the time of the stages from ``first`` up to ``last``, without ``last``, and of their transfers."""
         stages = range(first, last)
         edges = ((stage, stage + 1)[::step] for stage in stages)
         sends = sum(
@@ -255,7 +266,7 @@ def find_lower_bound(problem: Problem) -> float:
 
 
 def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    """Yield fixed orders by name: as given, those of the placement, and one microbatch after the other."""
+    """Yield fixed orders by name: as given, those of the placement, and one microbatch at a time."""
     placement, ranks, microbatches = list(problem.placement), problem.ranks, problem.microbatches
     if problem.stock is not None:
         yield _NAMED_AS_GIVEN, problem.stock
@@ -270,6 +281,7 @@ def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
         yield "zb-v", build_vee_order(ranks=ranks, microbatches=microbatches)
         for name in ("v-half", "v-min"):
             yield name, build_vee_blocks(name, ranks=ranks, microbatches=microbatches)
+    # No order needs less memory than one microbatch at a time.
     single: list[list[Action]] = [[] for _ in range(ranks)]
     for microbatch in range(microbatches):
         for stage, rank in enumerate(placement):
@@ -280,7 +292,9 @@ def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
 
 def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
-    """Yield ways of list scheduling, the promising ones first."""
+    """Yield priorities of list scheduling, the promising ones first."""
+    # The numbers of warm-up microbatches that known orders have on their first rank, and some around
+    # them.
     bases = sorted(
         {
             ranks,
@@ -293,6 +307,7 @@ def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
             ranks // 2,
         }
     )
+    # Small pipelines get the same warm-ups from several bases.
     seen = set()
     for deep_first, slope, base in itertools.product(
         (True, False), (2, 1, 0), (*bases, microbatches)
@@ -308,7 +323,8 @@ def _priorities(ranks: int, microbatches: int) -> Iterator[Priorities]:
 
 
 def _keeps_sequences(operations: Operations, orders: Orders) -> bool:
-    """Whether operations of one sequence come in stock's order."""
+    """Return whether operations of one sequence come in their given order."""
+    # The place of the latest operation of each sequence.
     last: dict[int, int] = {}
     places = {}
     if operations.forwards is not None:
@@ -331,7 +347,10 @@ class _Solver:
     def __init__(
         self, problem: Problem, effort: int, seed: int, progress: Callable[[Progress], None] | None
     ) -> None:
-        self.problem, self.effort, self.seed, self.progress = problem, effort, seed, progress
+        self.problem = problem
+        self.effort = effort
+        self.seed = seed
+        self.progress = progress
         self.operations = Operations(
             problem.placement,
             problem.microbatches,
@@ -342,9 +361,12 @@ class _Solver:
             keep_forward_order=problem.keep_forward_order,
         )
         self.bound = find_lower_bound(problem)
+        # The steps of the fixed orders that fit, by name.
         self.fixed: dict[str, float] = {}
+        # The step, the origin, the schedule and the simulation of the best schedule.
         self.best: tuple[float, str, Schedule, Simulation] | None = None
         self.evaluations = 0
+        # The effort that annealing has used.
         self.spent = 0
 
     def solve(self) -> Solution:
@@ -352,8 +374,7 @@ class _Solver:
         if self.best is None:
             raise ScheduleError(
                 f"no schedule fits into a memory of {_list(self.problem.limits)}; "
-                f"{self._describe_least_memory()}. "
-                "Raise memory_limit."
+                f"{self._describe_least_memory()}. Raise memory_limit."
             )
         if not self._is_done():
             self._search(starts)
@@ -366,7 +387,7 @@ class _Solver:
         return self.best is not None and self.best[0] <= self.bound * (1 + SAME)
 
     def _describe_least_memory(self) -> str:
-        """Say what a microbatch at a time holds or, where stock's sequences forbid that, what stock holds."""
+        """Describe the memory of one microbatch at a time or, if sequences forbid that, of the order as given."""
         operations = self.operations
         orders = dict(_fixed_orders(self.problem))
         single = orders["one at a time"]
@@ -383,14 +404,16 @@ class _Solver:
         self.evaluations += 1
         try:
             simulation = self.problem.simulate(schedule)
-        except ScheduleError:  # too few slots for this order
+        except ScheduleError:
+            # The edges have too few slots for this order.
             return math.inf
+        # Of equal schedules the first one stays, so the result does not depend on rounding.
         if self.best is None or simulation.step < self.best[0] * (1 - SAME):
             self.best = (simulation.step, name, schedule, simulation)
         return simulation.step
 
     def _starts(self) -> list[Orders]:
-        """Offer all orders that need no search; return the best one of each way to make them, the best first."""
+        """Offer all orders that need no search; return the best order of each way to make them, the best first."""
         operations = self.operations
         starts: list[tuple[float, int, Orders]] = []
         for number, way in enumerate((self._fixed(), self._by_paper(), self._by_list())):
@@ -400,15 +423,16 @@ class _Solver:
                 cost = LocalSearch(operations, orders, self.problem.chained).cost
                 if best is None or cost < best[0]:
                     best = (cost, number, orders)
+            # Annealing from the same orders twice would waste a share of the effort.
             if best is not None and best[2] not in [orders for *_, orders in starts]:
                 starts.append(best)
-        starts.sort(key=lambda entry: entry[:2])
+        starts.sort(key=lambda start: start[:2])
         for *_, orders in starts:
             self._offer("one pass", operations.decode(orders))
         return [orders for *_, orders in starts]
 
     def _fixed(self) -> Iterator[Orders]:
-        """Offer the fixed orders; yield them, and with other places of their Ws, as far as memory suffices."""
+        """Offer the fixed orders; yield them and variants with other places of their Ws, if memory suffices."""
         operations = self.operations
         for name, schedule in _fixed_orders(self.problem):
             orders = operations.encode(schedule)
@@ -416,7 +440,8 @@ class _Solver:
                 continue
             if self.problem.fits(schedule):
                 self.fixed[name] = self._offer(name, schedule)
-            if operations.fits(orders):  # a full backward may fit where a B and a W do not
+            # This check is separate, because a full backward may fit where a B and a W do not.
+            if operations.fits(orders):
                 yield orders
             for small in (False, True):
                 placed = place_weights(operations, orders, fill_small_holes=small)
@@ -432,6 +457,7 @@ class _Solver:
 
     def _by_list(self) -> Iterator[Orders]:
         operations, problem = self.operations, self.problem
+        # Even a small effort tries some priorities.
         most = max(8, int(max(self.effort, EFFORT // 4) * _GRID_SHARE / len(operations.actions)))
         for priorities in itertools.islice(_priorities(problem.ranks, problem.microbatches), most):
             orders = build_list_schedule(operations, priorities)
@@ -446,11 +472,12 @@ class _Solver:
             if self._is_done():
                 return
         if results:
-            best = min(enumerate(results), key=lambda entry: (entry[1][0], entry[0]))[1][1]
+            best = min(enumerate(results), key=lambda result: (result[1][0], result[0]))[1][1]
             self._anneal(best, max(0, self.effort - self.spent), len(starts))
 
     def _anneal(self, orders: Orders, effort: int, number: int) -> tuple[float, Orders]:
         search = LocalSearch(self.operations, orders, self.problem.chained)
+        # The effort of earlier searches, for the progress.
         spent = self.spent
         self.spent += effort
 

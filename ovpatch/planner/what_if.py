@@ -1,4 +1,4 @@
-"""What a pipeline of some size and costs would gain: fixed orders and solved ones, side by side."""
+"""The gain of a pipeline of some size and costs: its fixed orders and solved orders, side by side."""
 
 from __future__ import annotations
 
@@ -44,36 +44,49 @@ _SETTINGS: Final = {
     _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
     _SOLVED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": "auto"},
 }
-"""The variables that set an order; torch runs those without a variable itself."""
+"""The variables that set an order; orders without a variable are torch's own."""
 _LETTERS: Final = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "B"}
 
 
 @dataclass(frozen=True)
 class _Row:
+    """A row of the table.
+
+    Attributes:
+        order: Name of the order.
+        placement: Name of the placement.
+        simulation: Its time and memory.
+        limit: Memory limit of a solved order, in units of 1F1B's memory; None for fixed orders.
+    """
+
     order: str
     placement: str
     simulation: Simulation
-    limit: float | None = None  # of a solved order, in units of 1F1B's memory
+    limit: float | None = None
 
 
 def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
-    """Return what orders cost, as JSON data.
+    """Return the costs of orders, as JSON data.
 
     Args:
-        question: ``ranks``, ``microbatches``, ``memory`` (limits, in units of what 1F1B's first rank holds),
-            ``placements``, and the costs ``forward``, ``backward``, ``weight`` of a rank's share of the model and
-            ``send`` of a transfer, in any one unit.
+        question: ``ranks``, ``microbatches``, ``memory``, ``placements``, and the costs ``forward``,
+            ``backward``, ``weight`` and ``send``. ``memory`` lists limits, in units of the memory that 1F1B's
+            first rank holds. ``forward``, ``backward`` and ``weight`` are for a rank's share of the model,
+            ``send`` for a transfer; all are in any one unit.
         progress: Called with the part that is done, from 0 to 1.
 
     Returns:
-        ``rows`` (order, placement, limit, memory in units of 1F1B's, step in units of m(F+B+W), bubble, fits, and the
-        variables that set the order, none for torch's own), with the index ``best`` of the shortest step that fits,
-        ``bounds`` by placement, and ``timeline`` and ``picture`` of the best row.
+        ``rows``, the index ``best`` of the row with the shortest step that fits, ``bounds`` by placement, and
+        ``timeline`` and ``picture`` of the best row. A row has its order, placement and limit, its memory in
+        units of 1F1B's, its step in units of m(F+B+W), its bubble, and whether it fits. It also has the
+        variables that set the order, none for torch's own.
     """
     ranks, microbatches = int(question["ranks"]), int(question["microbatches"])
     times = [float(question[name]) for name in ("forward", "backward", "weight", "send")]
     memories: Sequence[float] = question["memory"]
-    unit, whole = microbatches * sum(times[:3]), float(min(ranks, microbatches))
+    # The unit of a step's time is m(F+B+W) of one rank, and memory counts in units
+    # of 1F1B's first rank.
+    unit, full_memory = microbatches * sum(times[:3]), float(min(ranks, microbatches))
     rows, bounds = [], {}
     solved, total = 0, len(memories) * len(question["placements"])
     for name in question["placements"]:
@@ -88,15 +101,19 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
         )
         for order, schedule in _known(name, ranks, microbatches):
             rows.append(_Row(order, name, simulate(schedule, placement, costs)))
+        # The solver does not take orders of two pipelines.
         if count_stages(placement) < len(placement):
-            continue  # orders of two pipelines are not solved for
+            continue
         bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
+        # Solutions are shared at the end, because a search with more memory may miss an order of a
+        # search with less.
         limits, solutions = list[float](), list[tuple[Problem, Solution]]()
         for memory in memories:
-            problem = Problem(placement, microbatches, costs, memory * whole)
-            with contextlib.suppress(ScheduleError):  # too little memory for this placement: no row
+            problem = Problem(placement, microbatches, costs, memory * full_memory)
+            # Too little memory for this placement makes no row.
+            with contextlib.suppress(ScheduleError):
                 found = solve(
-                    problem, progress=functools.partial(_tell_progress, progress, solved, total)
+                    problem, progress=functools.partial(_report_progress, progress, solved, total)
                 )
                 limits.append(memory)
                 solutions.append((problem, found))
@@ -104,10 +121,10 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
         for memory, found in zip(limits, share_solutions(solutions), strict=True):
             rows.append(_Row(_SOLVED, name, found.simulation, memory))
     progress(1.0)
-    return _answer(rows, bounds, unit=unit, whole=whole, most=max(memories))
+    return _make_result(rows, bounds, unit=unit, full_memory=full_memory, most=max(memories))
 
 
-def _tell_progress(
+def _report_progress(
     progress: Callable[[float], None], solved: int, total: int, now: Progress
 ) -> None:
     progress((solved + now.done) / total)
@@ -132,16 +149,22 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
     if placement != "straight":
         return []
     known = [(name, build_order(name, ranks=ranks, microbatches=microbatches)) for name in ORDERS]
+    # The engine runs 1F1B with each full backward split, so that input gradients are sent early.
     known.insert(2, (_EARLY, split_backwards(dict(known)["1f1b"])))
     return known
 
 
-def _answer(
-    rows: Sequence[_Row], bounds: Mapping[str, float], *, unit: float, whole: float, most: float
+def _make_result(
+    rows: Sequence[_Row],
+    bounds: Mapping[str, float],
+    *,
+    unit: float,
+    full_memory: float,
+    most: float,
 ) -> Mapping[str, Any]:
     listed: list[dict[str, Any]] = []
     for row in rows:
-        memory = max(row.simulation.peak_memory) / whole
+        memory = max(row.simulation.peak_memory) / full_memory
         listed.append(
             {
                 "order": row.order,
@@ -155,24 +178,24 @@ def _answer(
             }
         )
     fitting = [index for index, row in enumerate(listed) if row["fits"]]
-    # Of orders that take the same time, the one that holds less memory is better.
+    # If orders take the same time, the order that holds less memory is better.
     best = min(
         fitting,
         key=lambda index: (*(round(listed[index][name], 9) for name in ("step", "memory")), index),
         default=None,
     )
-    answer: dict[str, Any] = {"unit": unit, "rows": listed, "bounds": dict(bounds), "best": best}
+    result: dict[str, Any] = {"unit": unit, "rows": listed, "bounds": dict(bounds), "best": best}
     if best is not None:
         simulation = rows[best].simulation
-        answer["timeline"] = [
+        result["timeline"] = [
             [
                 [a.kind.value, a.stage, a.microbatch, begin / unit, end / unit]
                 for a, begin, end in line
             ]
             for line in simulation.timeline
         ]
-        answer["picture"] = draw_text(simulation)
-    return answer
+        result["picture"] = draw_text(simulation)
+    return result
 
 
 def _limit_memory(limit: float | None) -> dict[str, str]:
@@ -180,7 +203,7 @@ def _limit_memory(limit: float | None) -> dict[str, str]:
 
 
 def draw_text(simulation: Simulation, width: int = 100) -> list[str]:
-    """Return a line of letters per rank, F, B and W where it computes and dots where it waits.
+    """Return a line of letters per rank: F, B and W while it computes, and dots while it waits.
 
     Args:
         simulation: A simulated step.

@@ -1,6 +1,6 @@
 """Schedules made in one pass: from costs, memory and a few choices to the order of each rank.
 
-They are where the search of :mod:`ovpatch.planner.solver` begins.
+The search of :mod:`ovpatch.planner.solver` starts from them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ Orders: TypeAlias = list[list[int]]
 """Numbers of operations (:class:`Operations`) by rank, in their order."""
 
 KINDS: Final = (Kind.F, Kind.B, Kind.W)
-_ROUNDING: Final = 1e-9  # of a sum of footprints
+# The relative rounding error of a sum of footprints.
+_ROUNDING: Final = 1e-9
 
 
 class Operations:
     """All operations of a step by number, in plain lists, which the inner loops read.
 
-    Operation ``(stage * 3 + kind) * microbatches + position``, with kinds 0 for F, 1 for B, 2 for W, is the one that
-    its stage runs as number ``position`` of this kind.
+    Operation ``(stage * 3 + kind) * microbatches + position`` is number ``position`` of its kind in its stage.
+    Kinds are 0 for F, 1 for B and 2 for W.
 
     Attributes:
         actions: Action of each operation.
         rank: Its rank.
         duration: Its time.
-        source: The operation of another stage that it reads; -1 without.
+        source: The operation of another stage that it reads; -1 if there is none.
         lag: Time of the transfer from ``source``.
-        reader: The operation that has this one as ``source``; -1 without.
-        needed: The operation of the same stage and microbatch that must be done before; -1 without.
-        change: By how much it changes the memory of its rank.
+        reader: The operation that has this operation as ``source``; -1 if there is none.
+        needed: The operation of the same stage and microbatch that must be done before; -1 if there is none.
+        change: The amount by which it changes the memory of its rank.
         sequence: Operations with the same value keep their order.
-        limit: Memory of each rank.
+        limit: Memory limit of each rank.
     """
 
     def __init__(
@@ -53,9 +54,12 @@ class Operations:
         stock: Schedule | None = None,
         keep_forward_order: bool = False,
     ) -> None:
-        """Number the operations; arguments are those of :class:`ovpatch.planner.solver.Problem`."""
-        self.placement, self.microbatches, self.stages = placement, microbatches, len(placement)
+        """Number the operations; the arguments are attributes of :class:`ovpatch.planner.solver.Problem`."""
+        self.placement = placement
+        self.microbatches = microbatches
+        self.stages = len(placement)
         self.ranks = max(placement) + 1
+        # A sum of footprints that exceeds the limit by rounding alone must fit.
         self.limit = [
             value + _ROUNDING * max(1.0, value) if math.isfinite(value) else value
             for value in limit
@@ -88,7 +92,9 @@ class Operations:
                     action._replace(kind=Kind.F if action.kind is Kind.B else Kind.B)
                 ]
             elif keep_forward_order:
+                # One sequence for all Fs of a rank; stages' sequences are not negative.
                 self.sequence[index] = -1 - self.rank[index]
+        # The Fs of each rank in the sequence to keep; None if their sequence is free.
         self.forwards: list[list[int]] | None = None
         if keep_forward_order and stock is not None:
             self.forwards = [
@@ -110,7 +116,7 @@ class Operations:
         return [[self.actions[operation] for operation in order] for order in orders]
 
     def fits(self, orders: Orders) -> bool:
-        """Whether each rank stays within its memory."""
+        """Return whether each rank stays within its memory."""
         for rank, order in enumerate(orders):
             held = 0.0
             for operation in order:
@@ -123,7 +129,7 @@ class Operations:
 def _sequences(
     stages: int, microbatches: int, stock: Schedule | None
 ) -> dict[tuple[int, Kind], list[int]]:
-    """Return the microbatches of each stage and kind in stock's order; W goes as B does."""
+    """Return the microbatches of each stage and kind in the given order; a full backward's W goes as its B."""
     found: dict[tuple[int, Kind], list[int]] = defaultdict(list)
     for order in stock or ():
         for action in order:
@@ -147,9 +153,12 @@ class _State:
         self.orders: Orders = [[] for _ in range(ranks)]
         self.clock = [0.0] * ranks
         self.held = [0.0] * ranks
+        # The time that each rank has waited since its first operation.
         self.idle = [0.0] * ranks
+        # The end of each operation; None if it has not run.
         self.end: list[float | None] = [None] * len(operations.actions)
-        self.done = [0] * (3 * operations.stages)  # by stage * 3 + kind
+        # The number of operations that have run, by stage * 3 + kind.
+        self.done = [0] * (3 * operations.stages)
 
     def following(self, stage: int, kind: int) -> int:
         """Return the next operation of a kind; -1 if all are done."""
@@ -158,7 +167,7 @@ class _State:
         return -1 if done == microbatches else (stage * 3 + kind) * microbatches + done
 
     def arrival(self, operation: int) -> float | None:
-        """Return when the input of an operation is there; None as long as that is unknown."""
+        """Return the time at which the input of an operation has arrived; None while that is unknown."""
         operations = self.operations
         needed = operations.needed[operation]
         if needed >= 0 and self.end[needed] is None:
@@ -170,7 +179,7 @@ class _State:
         return None if end is None else end + operations.lag[operation]
 
     def run(self, operation: int, arrival: float = 0.0) -> None:
-        """Run an operation after its arrival; waits count as idle from the first operation of a rank on."""
+        """Run an operation after its arrival; from a rank's first operation on, its waits count as idle."""
         operations = self.operations
         rank = operations.rank[operation]
         if arrival > self.clock[rank]:
@@ -184,7 +193,7 @@ class _State:
         self.orders[rank].append(operation)
 
     def prefers_hole(self, rank: int, hole: float) -> bool:
-        """Whether a rank may wait for so long without becoming the one that waits most."""
+        """Return whether a rank may wait for ``hole`` without becoming the rank that waits most."""
         return hole <= max(self.idle) - self.idle[rank]
 
 
@@ -193,12 +202,13 @@ class _State:
 
 @dataclass(frozen=True)
 class Choices:
-    """The three choices that :func:`build_zero_bubble` is run with.
+    """The three choices of :func:`build_zero_bubble`.
 
     Attributes:
-        protect_first: Warm-up never delays the first B.
-        pause_forward: A rank that is far ahead of the next may leave an F for later.
-        fill_small_holes: A W runs in a hole that is too small for it, though the rank has idled less than another.
+        protect_first: Whether warm-up never delays the first B.
+        pause_forward: Whether a rank that is far ahead of the next may leave an F for later.
+        fill_small_holes: Whether a W also runs in a hole that is too small for it if the rank has idled less
+            than another rank.
     """
 
     protect_first: bool
@@ -215,8 +225,8 @@ class Choices:
 def build_zero_bubble(operations: Operations, choices: Choices) -> Orders | None:
     """Return a schedule by the heuristic of Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3.1.
 
-    One stage per rank. Warm-up Fs fill the time until the first B comes back; after that each round has at most one F
-    and one B per stage, and Ws fill the holes.
+    The heuristic needs one stage per rank. Warm-up Fs fill the time until the first B comes back. After that
+    each round has at most one F and one B per stage, and Ws fill the holes.
 
     Returns:
         The orders, or None if the memory does not suffice.
@@ -236,6 +246,7 @@ class _ZeroBubble(_State):
             ]
             for kind in range(3)
         )
+        # The memory that an F of each stage adds.
         self.grows = [operations.change[stage * 3 * per_kind] for stage in range(operations.stages)]
 
     def build(self) -> Orders | None:
@@ -300,11 +311,12 @@ class _ZeroBubble(_State):
         return self._place(stage, kind)
 
     def _extras(self) -> list[int]:
-        """Return how many Fs each stage runs between its first F and its first B."""
+        """Return the number of Fs that each stage runs between its first F and its first B."""
         operations = self.operations
         stages, microbatches = operations.stages, operations.microbatches
         extras = [0] * stages
-        returned = self.clock[-1] + self.backward[-1]  # when the first B of the next stage ends
+        # The time at which the first B of the next stage ends.
+        returned = self.clock[-1] + self.backward[-1]
         for stage in range(stages - 2, -1, -1):
             arrives = returned + operations.lag[(stage * 3 + 1) * microbatches]
             clock, held = self.clock[stage], self.held[stage]
@@ -329,7 +341,7 @@ class _ZeroBubble(_State):
         return extras
 
     def _wanted(self) -> list[bool]:
-        """Return which stages run an F in this round: those behind which all later ones do."""
+        """Return whether each stage runs an F in this round; a stage does so only if all later stages do."""
         stages = self.operations.stages
         wanted = [self._wants(stage) for stage in range(stages)]
         for stage in range(stages - 2, -1, -1):
@@ -367,12 +379,13 @@ class _ZeroBubble(_State):
 def place_weights(
     operations: Operations, orders: Orders, *, fill_small_holes: bool
 ) -> Orders | None:
-    """Return orders with the Fs and Bs of ``orders`` in their sequence and Ws where ranks wait or memory is short.
+    """Return orders with the Fs and Bs of ``orders`` in their sequence; Ws fill waits or free memory.
 
     Args:
         operations: The operations.
         orders: Orders of Fs and Bs; Ws in them do not count.
-        fill_small_holes: A W runs in a hole that is too small for it, though the rank has idled less than another.
+        fill_small_holes: Whether a W also runs in a hole that is too small for it if the rank has idled less
+            than another rank.
 
     Returns:
         The orders, or None if the memory does not suffice, or the orders deadlock.
@@ -387,9 +400,8 @@ class _WeightPlacement(_State):
             [x for x in order if x // operations.microbatches % 3 < 2] for order in orders
         ]
         self.fill_small_holes = fill_small_holes
-        self.pending: list[list[int]] = [
-            [] for _ in orders
-        ]  # stages whose W may run; that of the oldest B is last
+        # The stages of each rank whose W may run. The stage of the oldest B is last.
+        self.pending: list[list[int]] = [[] for _ in orders]
 
     def build(self) -> Orders | None:
         positions = [0] * len(self.given)
@@ -444,13 +456,14 @@ class _WeightPlacement(_State):
 
 @dataclass(frozen=True)
 class Priorities:
-    """What :func:`build_list_schedule` is run with.
+    """The rules by which :func:`build_list_schedule` chooses an operation.
 
     Attributes:
-        alternate: After a B an F goes first; else a B always does.
-        fill_small_holes: A W runs in a hole that is too small for it, though the rank has idled less than another.
+        alternate: Whether an F goes first after a B. Otherwise a B always goes first.
+        fill_small_holes: Whether a W also runs in a hole that is too small for it if the rank has idled less
+            than another rank.
         warmup: Most microbatches of the first stage of a rank whose B is not done, by rank.
-        deep_first: The later stage of a rank goes first; else the earlier one.
+        deep_first: Whether the later stage of a rank goes first. Otherwise the earlier stage does.
     """
 
     alternate: bool
@@ -460,10 +473,10 @@ class Priorities:
 
 
 def build_list_schedule(operations: Operations, priorities: Priorities) -> Orders | None:
-    """Return a schedule by running, on the rank that is free first, the best operation that has arrived.
+    """Return a schedule that runs, on the rank that is free first, the best operation that has arrived.
 
     Returns:
-        The orders, or None if the memory does not suffice for this way.
+        The orders, or None if the memory does not suffice for these priorities.
     """
     return _ListSchedule(operations, priorities).build()
 
@@ -472,6 +485,7 @@ class _ListSchedule(_State):
     def __init__(self, operations: Operations, priorities: Priorities) -> None:
         super().__init__(operations)
         self.priorities = priorities
+        # The stages of each rank.
         self.local: list[list[int]] = [[] for _ in range(operations.ranks)]
         for stage, rank in enumerate(operations.placement):
             self.local[rank].append(stage)
@@ -485,12 +499,14 @@ class _ListSchedule(_State):
             sum(first[later] for later in self.local[rank] if later > stage)
             for stage, rank in enumerate(operations.placement)
         ]
+        # Whether the last F or B of each rank was a B.
         self.after_backward = [False] * operations.ranks
 
     def build(self) -> Orders | None:
         operations = self.operations
         queue = [(0.0, rank) for rank in range(operations.ranks)]
         heapq.heapify(queue)
+        # Ranks without anything to run, until a peer runs an operation whose result they read.
         sleeping: set[int] = set()
         while queue:
             _, rank = heapq.heappop(queue)
@@ -520,7 +536,7 @@ class _ListSchedule(_State):
         return self.orders if all(done == operations.microbatches for done in self.done) else None
 
     def _choose(self, rank: int) -> tuple[int, float]:
-        """Return what a rank runs now, or -1 and when something arrives."""
+        """Return the operation that a rank runs now, or -1, and the time at which the next input arrives."""
         clock, wake = self.clock[rank], math.inf
         best, best_key = -1, (-1, 0)
         prefers_forward = self.priorities.alternate and self.after_backward[rank]
@@ -548,12 +564,13 @@ class _ListSchedule(_State):
             if fits or self.priorities.fill_small_holes or not self.prefers_hole(rank, hole):
                 return pending, wake
             return -1, wake
+        # Without room for the best operation, a W must free memory first.
         if self.held[rank] + self.operations.change[best] > self.operations.limit[rank]:
             return pending, wake
         return best, wake
 
     def _pending(self, rank: int) -> int:
-        """Return a W whose B is done, that of the later stage first; -1 without."""
+        """Return a W whose B is done, for the latest such stage; -1 if there is none."""
         for stage in reversed(self.local[rank]):
             if self.done[stage * 3 + 2] < self.done[stage * 3 + 1]:
                 return self.following(stage, 2)

@@ -21,18 +21,20 @@ from ovpatch.overlap.pipelining.messages import Messages, blocks_host, view_real
 if TYPE_CHECKING:
     from ovpatch.overlap.kernels.copy_messages import PointToPoint
 
+# The size of the memory by which a rank tries whether its peers can reach it.
 _TRIAL_BYTES: Final = 4096
 
 
 class CopiedMessages(Messages):
-    """Messages by copy engines. No kernel runs while a rank waits.
+    """Messages by copy engines, with which no kernel runs while a rank waits.
 
     Args:
         group: The pipeline's group, all of whose ranks can reach each other's memory.
         device: The device on which its stages compute.
         edges: See :class:`Messages`.
-        slots: Messages that an edge holds.
-        refuse: Raises, given the reason, if there are no slots; None if torch may carry the messages instead.
+        slots: Number of messages that an edge holds.
+        refuse: Raises an error with the given reason if there are no slots. None if torch may carry the messages
+            instead.
     """
 
     is_open = False
@@ -57,7 +59,7 @@ class CopiedMessages(Messages):
         self._copies: PointToPoint
 
     def open(self, count_bytes: Callable[[Callable[[int], int]], int]) -> Messages:
-        """Allocate the slots, or take those of an earlier schedule. All ranks of the pipeline call this.
+        """Allocate the slots, or use the slots of an earlier schedule. All ranks of the pipeline call this.
 
         Args:
             count_bytes: Returns the bytes of the largest message that this rank receives, given a function that rounds
@@ -109,7 +111,7 @@ class CopiedMessages(Messages):
         return self
 
     def reserve(self, slots: int) -> None:
-        """Have at least ``slots`` messages fit into an edge from the next step on. All ranks call this."""
+        """Make room for at least ``slots`` messages on an edge from the next step on. All ranks call this."""
         if slots > self._slots:
             self._slots = slots
             self.is_open = False
@@ -118,14 +120,15 @@ class CopiedMessages(Messages):
         """Start the messages of a step.
 
         Raises:
-            RuntimeError: Messages of an earlier step are unread, or did not come in time.
+            RuntimeError: Messages of an earlier step are unread, or did not arrive in time.
         """
         self._copies.begin(report_failure)
         return super().start_step()
 
     def receive(self, tensors: Sequence[Tensor], sender: int) -> list[Work]:
-        """Expect a message in the sender's order. The stream waits for it when the returned handle does."""
+        """Expect a message in the sender's order; the stream waits for it when the returned handle waits."""
         wanted = [view_real(tensor) for tensor in tensors]
+        # Copy engines write contiguous memory alone.
         into = [
             tensor if tensor.is_contiguous() else tensor.new_empty(tensor.shape)
             for tensor in wanted
@@ -142,7 +145,7 @@ class CopiedMessages(Messages):
         return [self._copies.send([_flatten(tensor) for tensor in tensors], receiver)]
 
     def wait_for_arrivals(self) -> None:
-        """Have the host wait until all messages have arrived.
+        """Make the host wait until all messages have arrived.
 
         Raises:
             RuntimeError: They did not arrive within the group's timeout.
@@ -171,14 +174,14 @@ def _flatten(tensor: Tensor) -> Tensor:
 def find_reason_against_copies(
     group: dist.ProcessGroup, devices: Sequence[torch.device], *, varies: bool, is_asked: bool
 ) -> str:
-    """Return the reason against copy engines for the messages of a group, or "". All its ranks call this, and agree.
+    """Return the reason against copy engines for the messages of a group, or ""; all ranks call this, and agree.
 
     Args:
         group: The pipeline's group.
         devices: The devices of this rank's stages.
         varies: The option ``variable_seq_lengths``.
-        is_asked: Whether the user wants copies. Otherwise they need a GPU for each rank: which transport is faster
-            for ranks that share a GPU is not known.
+        is_asked: Whether the user wants copies. Otherwise they need a GPU for each rank, because it is unknown which
+            transport is faster for ranks that share a GPU.
     """
     if varies:
         return "variable_seq_lengths is on, and slots are made for messages of one size"
@@ -199,14 +202,12 @@ def _find_local_reason(
     if device.type == "cuda" and blocks_host(group, device):
         return "the backend of its group is gloo, on which waits block the host"
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        return (
-            "with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits holds up all others of the GPU"
-        )
+        return "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting stream blocks all other streams of the GPU"
     return reason_against(device)
 
 
 def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the reason why ranks cannot reach each other's memory, as in some containers; tried once for a group."""
+    """Return the reason for which ranks cannot reach each other's memory, as in some containers; tried once a group."""
     from ovpatch.overlap.kernels import copy_choice as selection
     from ovpatch.overlap.kernels import copy_window as window
 

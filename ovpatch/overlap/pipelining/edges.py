@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ovpatch.pipeline")
 
-# Freeing their memory would wait for their streams, which never end.
+# Slots whose memory is never freed, because that would wait for their streams, which never end.
 _stuck: list[PointToPoint] = []
 
 _ERROR_STUCK: Final = (
-    "messages of a pipeline have not arrived in %g s and are not waited for any longer: look at "
-    "the output of the "
-    "other ranks, one of which may have died"
+    "ovpatch: messages of a pipeline have not arrived in %g s, and this rank stops waiting for them, "
+    "because a peer may have died. Read the output of its peers."
 )
 
 
@@ -40,16 +39,16 @@ class Communicators(dict[tuple[int, int], dist.ProcessGroup]):
 
     [Note: a communicator per directed edge] A communicator runs its transfers sequentially, so a waiting receive would
     stall the sends after it. Each has one thread block: a waiting kernel slows concurrent GEMMs by the blocks that it
-    takes. They are connected before the first step, in one order on all ranks, because a lazy connection blocks the
-    host until the peer calls, too. Torch does not register them: if the default group has a device, it would split
-    them off that group, which takes all ranks of the job.
+    takes. They are connected before the first step, in the same order on all ranks, because a lazy connection blocks
+    the host until the peer also calls. Torch does not register them. If the default group has a device, torch would
+    split them off that group, which takes all ranks of the job.
     """
 
 
 def connect_edges(
     group: dist.ProcessGroup, edges: Iterable[tuple[int, int]], device: torch.device
 ) -> Communicators:
-    """Return the communicators of a group, with those of all edges of this rank connected. All ranks call this."""
+    """Return the communicators of a group, with all edges of this rank connected. All ranks call this."""
     made = group_state(group).get_or_create(Communicators, Communicators)
     name = agree_on_name(group, "pipeline edges", timeout_s=group_timeout_s(group))
     for edge in sorted(set(edges)):
@@ -64,8 +63,10 @@ def _make_communicator(
     group: dist.ProcessGroup, edge: tuple[int, int], name: str, device: torch.device
 ) -> dist.ProcessGroup:
     options: Any = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = 1
+    options.config.min_ctas = 1
+    options.config.max_ctas = 1
     backend: Any = group._get_backend(device)
+    # An unregistered communicator does not get the timeout of the group by itself.
     options._timeout = getattr(backend, "wrapped_pg", backend).options._timeout
     options.global_ranks_in_group = [dist.get_global_rank(group, rank) for rank in edge]
     options.group_name = name
@@ -89,15 +90,15 @@ def _make_communicator(
 
 
 class Slots(list[tuple[tuple[tuple[int, int], ...], "PointToPoint"]]):
-    """The slots of a group's edges. Its schedules share them, because they run sequentially."""
+    """The slots of a group's edges; its schedules share them, because they run sequentially."""
 
     def add(self, edges: tuple[tuple[int, int], ...], copies: PointToPoint) -> None:
-        """Keep the slots of some edges, and free them when the process exits."""
+        """Add the slots of some edges, and free them when the process exits."""
         register_at_exit(_free_slots)
         self.append((edges, copies))
 
     def close(self, timeout_s: float) -> None:
-        """Free them once all messages have arrived."""
+        """Free the slots once all messages have arrived."""
         for _, copies in self:
             if not copies.drain():
                 _log.warning(_ERROR_STUCK, timeout_s)

@@ -5,8 +5,8 @@ gradient, W = weight gradient, BW = both). Orders hold computations only. A *pla
 each stage. ``make_program(schedule, placement, rank)`` derives the *program* of one rank: *steps*, each an action plus
 the messages to receive before it and to send after it. So no order can name a transfer that its peer does not expect.
 
-Whatever makes orders (fixed, torch's, solved) ends here. Whatever runs them (our engine, Megatron's loop, the
-simulator) begins here.
+All makers of orders (fixed, torch's, solved) produce these terms. All runners of orders (our engine, Megatron's loop,
+the simulator) take them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Kind(enum.Enum):
     """The computations of one microbatch on one stage, by the letters of the zero-bubble paper.
 
     ``F`` is the forward, ``B`` the gradient of the stage's input alone, ``W`` the gradients of its weights that ``B``
-    left for later. ``BW`` is a full backward; torch calls the latter ``B``, and ``B`` ``I``.
+    left for later. ``BW`` is a full backward. Torch calls a full backward ``B``, and calls ``B`` ``I``.
     """
 
     F = "F"
@@ -37,8 +37,8 @@ class Action(NamedTuple):
     """One computation.
 
     Attributes:
-        kind: What is computed.
-        stage: Index of the stage in the whole pipeline.
+        kind: The kind of computation.
+        stage: Index of the stage in the full pipeline.
         microbatch: Index of the microbatch in the step.
     """
 
@@ -63,7 +63,7 @@ _ACTION: Final = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 
 
 class ScheduleError(ValueError):
-    """An order breaks a rule; the message names the rule, the rank and the action."""
+    """The error of an order that breaks a rule; the message names the rule, the rank and the action."""
 
 
 class BidirectionalPlacement(tuple[int, ...]):
@@ -85,7 +85,7 @@ def count_stages(placement: Placement) -> int:
 
 
 def find_source(action: Action, placement: Placement) -> Action | None:
-    """Return the computation of another stage whose result an action reads; its kind is F or B. None without one."""
+    """Return the computation of another stage whose result an action reads, an F or a B; None if it reads none."""
     stages = count_stages(placement)
     if action.kind is Kind.F and action.stage % stages > 0:
         return action._replace(stage=action.stage - 1)
@@ -95,7 +95,7 @@ def find_source(action: Action, placement: Placement) -> Action | None:
 
 
 def find_target(action: Action, placement: Placement) -> int | None:
-    """Return the stage that reads the result of an action, None without one."""
+    """Return the stage that reads the result of an action; None if no stage does."""
     stages = count_stages(placement)
     target = action.stage + (1 if action.kind is Kind.F else -1)
     is_there = (
@@ -109,7 +109,7 @@ def find_target(action: Action, placement: Placement) -> int | None:
 def list_messages(schedule: Schedule, placement: Placement) -> dict[tuple[int, int], list[Action]]:
     """Return the messages of each directed edge ``(sender, receiver)`` in the order of the sender.
 
-    A message is named by the computation that makes it; that of a full backward is named by B.
+    The name of a message is the computation that makes it; for a full backward it is the B.
     """
     messages: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, order in enumerate(schedule):
@@ -125,12 +125,12 @@ def list_messages(schedule: Schedule, placement: Placement) -> dict[tuple[int, i
 
 
 def write_orders(schedule: Schedule) -> list[str]:
-    """Return orders as text, one line a rank."""
+    """Return orders as text, with a line for each rank."""
     return [" ".join(map(str, order)) for order in schedule]
 
 
 def read_orders(lines: Sequence[str]) -> Schedule:
-    """Return the orders of lines that :func:`write_orders` made.
+    """Return the orders that :func:`write_orders` wrote as lines.
 
     Raises:
         ScheduleError: A word is no action.
@@ -167,11 +167,11 @@ class Step:
 
     Attributes:
         action: The computation.
-        receive: The message that it reads, if that comes from another rank.
-        receiver: Rank that gets its result, if that is another one.
+        receive: The message that it reads, if another rank sends it.
+        receiver: Rank that gets its result, if that is another rank.
         next_stage: Stage on this rank that gets its result, if one does.
         posts: Receives to start before it, in the order of their senders.
-        kept: By receiver, how many messages may still be unread there once ``receive`` has come.
+        kept: By receiver, the number of messages that may still be unread there once ``receive`` has arrived.
         is_last_backward: Whether it is the last B of its stage, in full or not.
         reduces: Whether it has the last weight gradients of its stage, so that they are reduced and scaled after it.
         unshards: Stages whose parameters are gathered before it.
@@ -197,7 +197,7 @@ class Program:
     Attributes:
         rank: The rank.
         steps: Its steps.
-        edges: Directed edges of the whole pipeline with messages.
+        edges: Directed edges of the full pipeline with messages.
         peak_activations: Most microbatches that are between F and the last of their B and W at one time, over all
             stages of the rank.
         final_reshards: Stages whose parameters are sharded again at the end.
@@ -224,9 +224,9 @@ def make_program(
         schedule: Orders of all ranks.
         placement: Rank of each stage.
         rank: The rank.
-        ahead: How many receives are started before the computation that precedes their reader.
-        shardings: Which stages of the rank are unsharded and resharded: index of the computation before which it
-            happens, ``"UNSHARD"`` or ``"RESHARD"``, stage.
+        ahead: Number of receives that start before the computation that precedes their reader.
+        shardings: The unshards and reshards of the rank's stages, each with the index of the computation before which
+            it happens, ``"UNSHARD"`` or ``"RESHARD"``, and the stage.
     """
     messages = list_messages(schedule, placement)
     steps = [_make_step(action, placement, rank) for action in schedule[rank]]
@@ -272,7 +272,7 @@ def _mark_reductions(steps: Sequence[Step]) -> None:
 def _post_receives(
     steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int
 ) -> None:
-    """Start each receive before the computation that stands ``ahead`` receiving ones earlier, edges in order."""
+    """Start each receive ``ahead`` receiving computations before its reader, edges in the same order on all ranks."""
     receiving = [number for number, step in enumerate(steps) if step.receive is not None]
     queues: dict[int, list[Receive]] = {}
     for (sender, receiver), sent in messages.items():
@@ -283,12 +283,14 @@ def _post_receives(
                 for action in sent
             ]
     places = {receive: place for queue in queues.values() for place, receive in enumerate(queue)}
+    # The number of posted receives by sender.
     posted: Counter[int] = Counter()
-    first = 0  # index in receiving
+    # The first element of `receiving` that is not computed.
+    first = 0
     for number, step in enumerate(steps):
         if first < len(receiving) and receiving[first] < number:
             first += 1
-        # The next computation that receives does not count; one that reads nothing has no receive of its own.
+        # The next computation that receives does not count. A computation that reads nothing has no receive itself.
         limit = ahead + (step.receive is not None)
         until: Counter[int] = Counter()
         for reader in receiving[first : first + limit]:
@@ -307,13 +309,14 @@ def _find_read(
     messages: dict[tuple[int, int], list[Action]],
     rank: int,
 ) -> None:
-    """Note which messages were read for sure when one comes back from their receiver, which made it afterwards."""
+    """Note the messages that were surely read when a message comes back that their receiver made afterwards."""
     made_at = {
         _message_of(action): number
         for order in schedule
         for number, action in enumerate(order)
         if action.kind is not Kind.W
     }
+    # The number of messages sent so far, by receiver.
     sent: Counter[int] = Counter()
     # By receiver and message, the computation up to which that message and all earlier ones are read.
     read_at: defaultdict[int, list[int]] = defaultdict(list)

@@ -1,6 +1,6 @@
 """Messages between the ranks of a pipeline by ``torch.distributed``.
 
-Messages from one rank to another keep the sender's order, which both sides know from the schedule, and never wait for
+Messages from one rank to another keep the sender's order, which both ranks know from the schedule. They never wait for
 a message of another edge. On gloo a tag per step makes such a queue inside the stage's own group; transfers of torch
 have tag 0. On NCCL each directed edge has a communicator.
 """
@@ -21,6 +21,7 @@ from ovpatch.overlap.pipelining.edges import Communicators, connect_edges
 from ovpatch.overlap.pipelining.ir import Receive
 
 _MAX_DIMENSIONS: Final = 8
+# The tags of steps; after the last one they start over.
 _FIRST_TAG: Final = 1 << 20
 _TAGS: Final = 1 << 10
 
@@ -34,14 +35,14 @@ def find_group_reason(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the reason against messages of a pipeline over a group, or ""."""
     backend = backend_name(group, device)
     if backend not in _SUPPORTED_BACKENDS:
-        return f"its messages travel by backend {backend}, not by gloo or nccl"
+        return f"its messages are sent by backend {backend}, not by gloo or nccl"
     if group_store(group) is None:
         return "its process group has no store, through which ranks would compare their settings"
     return ""
 
 
 def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the wait for a message blocks the host, as on gloo, or a stream."""
+    """Return whether the wait for a message blocks the host, as on gloo, instead of a stream."""
     return backend_name(group, device) == "gloo"
 
 
@@ -75,6 +76,7 @@ class Messages:
         self._rank = dist.get_rank(group)
         self._device = device
         self._tag = 0
+        # Works and tensors of the sent messages by receiver, the oldest first.
         self._sent: dict[int, deque[tuple[list[Work], list[Tensor]]]] = {}
         # Messages of failed steps. gloo cancels a dropped send, and a peer may still wait for it.
         self._abandoned: list[object] = []
@@ -82,6 +84,7 @@ class Messages:
         self._communicators = Communicators()
         # The event after the last wait of the stream; None if waits block the host.
         self._arrived: torch.cuda.Event | None = None
+        # Whether the host must still wait for that event.
         self._is_arriving = False
         if not blocks_host(group, device):
             if edges:
@@ -89,9 +92,9 @@ class Messages:
             self._arrived = torch.cuda.Event()
 
     def start_step(self, report_failure: Callable[[str], object] = str) -> int:
-        """Start the messages of a step, and return its number among all of the group.
+        """Start the messages of a step, and return its number among all steps of the group.
 
-        The tag changes with each step. So no rank can read a message of an interrupted step as one of this step.
+        The tag changes with each step, so that no rank takes a message of an interrupted step for one of this step.
 
         Args:
             report_failure: Reports to peers that this rank has continued without their messages.
@@ -113,13 +116,13 @@ class Messages:
         self.arriving[receive] = self.receive(buffers, receive.sender), buffers
 
     def wait(self, receive: Receive) -> list[Tensor]:
-        """Wait for a message that was posted, and return its tensors. The host waits on gloo, the stream on NCCL."""
+        """Wait for a posted message, and return its tensors. The host waits on gloo, the stream on NCCL."""
         works, buffers = self.arriving.pop(receive)
         self._wait_for(works)
         return buffers
 
     def drop_receives(self) -> None:
-        """Forget all posted receives and their buffers."""
+        """Drop all posted receives and their buffers."""
         self.posted.clear()
         self.arriving.clear()
 
@@ -131,7 +134,7 @@ class Messages:
         return [communicator.recv([view_real(tensor)], 0, 0) for tensor in tensors]
 
     def receive_sizes(self, count: int, sender: int) -> list[torch.Size]:
-        """Return the shapes of the ``count`` tensors that follow. The host waits for them."""
+        """Receive the shapes of the ``count`` tensors that follow, and return them; the host waits."""
         found = torch.empty(count, 1 + _MAX_DIMENSIONS, dtype=torch.int64, device=self._device)
         self._wait_for(self.receive([found], sender))
         return [torch.Size(sizes[:dimensions]) for dimensions, *sizes in found.tolist()]
@@ -144,9 +147,9 @@ class Messages:
             self._is_arriving = True
 
     def wait_for_arrivals(self) -> None:
-        """Have the host wait until all messages have arrived that :meth:`wait` was called for.
+        """Make the host wait until all messages have arrived for which :meth:`wait` was called.
 
-        On NCCL the host is ahead of the device. Only after this call can it see what senders did before they sent.
+        On NCCL the host is ahead of the device. Only after this call can it observe effects that precede the sends.
         """
         if self._arrived is not None and self._is_arriving:
             self._arrived.synchronize()
@@ -160,7 +163,7 @@ class Messages:
         Args:
             tensors: The tensors of one message.
             receiver: Rank of the receiver.
-            with_sizes: Whether it reads their shapes first, by :meth:`receive_sizes`.
+            with_sizes: Whether the receiver first reads their shapes, by :meth:`receive_sizes`.
 
         Raises:
             ValueError: A tensor whose shape is sent has more than eight dimensions.
@@ -196,7 +199,7 @@ class Messages:
         self._abandoned.clear()
 
     def abandon(self) -> None:
-        """Wait for no message of a failed step.
+        """Stop waiting for the messages of a failed step.
 
         Its messages are kept until the next step ends, because a peer may still wait for them.
         """
@@ -212,19 +215,19 @@ class _StepCount:
 
 
 def _list_sizes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return numbers of dimensions and sizes, ``[tensors, 1 + 8]``."""
+    """Return the numbers of dimensions and the sizes, ``[tensors, 1 + 8]``."""
     rows = []
     for tensor in tensors:
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ValueError(
-                f"a stage sends a tensor of {tensor.dim()} dimensions; with variable_seq_lengths "
-                "it may have "
-                f"{_MAX_DIMENSIONS}. Flatten some before the end of the stage."
+                f"ovpatch: a stage sends a tensor of {tensor.dim()} dimensions, but with "
+                f"variable_seq_lengths it may have {_MAX_DIMENSIONS}. Flatten some before the end of the "
+                "stage."
             )
         rows.append([tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMENSIONS - tensor.dim())])
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def view_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, which backends can send, and others as they are."""
+    """Return a complex tensor as pairs of real numbers, which backends can send; return other tensors as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -29,25 +29,24 @@ def check_schedule(
     Args:
         schedule: Orders by rank.
         placement: Rank of each stage.
-        stock: Order whose bits are kept. By default, microbatches of a stage go in ascending order.
-        keep_forward_order: Random numbers are drawn, so each rank runs its Fs in the sequence that ``stock`` has over
-            all stages of the rank.
+        stock: Order whose bits are kept. Default: microbatches of a stage go in ascending order.
+        keep_forward_order: Whether each rank runs its Fs in the sequence that ``stock`` has over all stages of the
+            rank, because Fs draw random numbers.
         slots: Messages that a directed edge between two ranks holds between its sender and the action that reads them;
             None for any number. Messages of an edge arrive in the sender's order.
 
     Raises:
-        ScheduleError: A rule is broken. The first violation is named, in the order of the rules: numbers, placement,
-            each computation once, F before B before W, sequences of ``stock``, no deadlock.
+        ScheduleError: A rule is broken. The message names the first violation, in the order of the rules: numbers,
+            placement, each computation once, F before B before W, sequences of ``stock``, no deadlock.
     """
     if len(schedule) != max(placement, default=-1) + 1:
         raise ScheduleError(
             f"the schedule has {len(schedule)} ranks and the placement "
-            f"{max(placement, default=-1) + 1}. "
-            "Give an order to each rank."
+            f"{max(placement, default=-1) + 1}. Give an order to each rank."
         )
     if keep_forward_order and stock is None:
         raise ScheduleError(
-            "the sequence of Fs to keep is unknown. Give the stock schedule as well."
+            "the sequence of Fs to keep is unknown. Give the stock schedule with keep_forward_order."
         )
     if slots is not None and slots < 1:
         raise ScheduleError(f"{slots} slots hold no message. Give 1 or more, or None.")
@@ -58,6 +57,7 @@ def check_schedule(
 
 
 def _check_each_once(schedule: Schedule, placement: Placement) -> None:
+    # A full backward counts as one B and one W.
     counts: dict[Action, int] = defaultdict(int)
     microbatches = 1 + max(
         (action.microbatch for order in schedule for action in order), default=-1
@@ -80,13 +80,13 @@ def _check_each_once(schedule: Schedule, placement: Placement) -> None:
                 if count != 1:
                     raise ScheduleError(
                         f"rank {rank}: {kind.value} of stage {stage} and microbatch {microbatch} "
-                        "is there "
-                        f"{count} times. Have each computation there once."
+                        f"is there {count} times. Have each computation there once."
                     )
 
 
 def _check_dependencies(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule):
+        # All computations of a stage are on one rank, so each order can be checked alone.
         done: set[Action] = set()
         for action in order:
             needed = (
@@ -105,30 +105,30 @@ def _check_dependencies(schedule: Schedule) -> None:
 
 
 def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_order: bool) -> None:
+    # Gradients are sums over microbatches, and sums round by their order.
     expected = None if stock is None else _sequences(stock)
     for (rank, stage, kind), found in _sequences(schedule).items():
         wanted = sorted(found) if expected is None else expected.get((rank, stage, kind), [])
         if found != wanted:
             pairs = enumerate(zip(found, wanted, strict=False))
             index = next(
-                (number for number, (ours, stocks) in pairs if ours != stocks), len(wanted)
+                (number for number, (actual, given) in pairs if actual != given), len(wanted)
             )
             instead = f", not {wanted[index]}" if index < len(wanted) else ""
             raise ScheduleError(
                 f"rank {rank}: {kind.value} number {index} of stage {stage} is of microbatch "
-                f"{found[index]}{instead}. "
-                "Sums round by their order: keep stock's order of microbatches within each stage."
+                f"{found[index]}{instead}. Sums round by their order: keep the stock order of "
+                "microbatches within each stage."
             )
     if not keep_forward_order or stock is None:
         return
     for rank, orders in enumerate(zip(schedule, stock, strict=True)):
-        ours, theirs = ([action for action in order if action.kind is Kind.F] for order in orders)
-        for mine, other in zip(ours, theirs, strict=True):
-            if mine != other:
+        actual, given = ([action for action in order if action.kind is Kind.F] for order in orders)
+        for action, expected_action in zip(actual, given, strict=True):
+            if action != expected_action:
                 raise ScheduleError(
-                    f"rank {rank}: {mine} stands where stock has {other}, and Fs draw random "
-                    "numbers. "
-                    "Keep stock's sequence of Fs on each rank."
+                    f"rank {rank}: {action} runs where stock runs {expected_action}, and Fs draw random "
+                    "numbers. Keep the stock sequence of Fs on each rank."
                 )
 
 
@@ -143,13 +143,14 @@ def _sequences(schedule: Schedule) -> dict[tuple[int, int, Kind], list[int]]:
 
 
 def _check_progress(schedule: Schedule, placement: Placement, slots: int | None) -> None:
-    """Run all orders without costs; a rank waits for its message, a message for a slot of its edge."""
+    """Run all orders without costs: a rank waits for its message, and a message waits for a slot of its edge."""
     positions = [0] * len(schedule)
     numbers: dict[Action, tuple[tuple[int, int], int]] = {
         message: (edge, number)
         for edge, messages in list_messages(schedule, placement).items()
         for number, message in enumerate(messages)
     }
+    # Results that exist, and by edge the messages that were read and the first one that was not.
     made: set[Action] = set()
     read: dict[tuple[int, int], set[int]] = defaultdict(set)
     first_unread: dict[tuple[int, int], int] = defaultdict(int)
@@ -192,15 +193,15 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
             )
             raise ScheduleError(
                 f"rank {rank}: deadlock, {action} waits for {source}, and {why}. "
-                f"{'Give the edge more slots.' if known else 'Move it behind what its source waits for.'}"
+                f"{'Give the edge more slots.' if known else 'Move it after the actions that its source waits for.'}"
             )
 
 
 def count_slots(schedule: Schedule, placement: Placement) -> int:
     """Return the fewest slots of an edge with which all ranks end, even if a rank stops until its message has a slot.
 
-    Messages of an edge are taken out of their slots in the sender's order, each before the computation that reads it or
-    a later one.
+    A rank takes messages of an edge out of their slots in the sender's order, each before the computation that reads it
+    or a later one.
     """
     return next(slots for slots in itertools.count(1) if _ends_with(schedule, placement, slots))
 
@@ -213,6 +214,7 @@ def _ends_with(schedule: Schedule, placement: Placement, slots: int) -> bool:
     }
     positions = [0] * len(schedule)
     sent: Counter[tuple[int, int]] = Counter()
+    # By edge, the number of messages that the receiver has taken out of their slots.
     taken: Counter[tuple[int, int]] = Counter()
 
     def runs(action: Action) -> bool:

@@ -34,14 +34,14 @@ def build_placement(name: str, *, ranks: int, chunks: int = 1) -> tuple[int, ...
     """Return the rank of each stage.
 
     Args:
-        name: ``straight`` (one stage per rank), ``loop`` (stage ``s`` on rank ``s % ranks``), ``vee`` (every second
-            round of stages runs back, so a rank holds stages ``r`` and ``2 * ranks - 1 - r``), or ``bidirectional``
-            (two pipelines, see :class:`BidirectionalPlacement`).
+        name: ``straight`` has one stage per rank. ``loop`` has stage ``s`` on rank ``s % ranks``. In ``vee`` every
+            second round of stages runs back, so rank ``r`` has stages ``r`` and ``2 * ranks - 1 - r``.
+            ``bidirectional`` has two pipelines, see :class:`BidirectionalPlacement`.
         ranks: Number of ranks.
         chunks: Stages per rank.
 
     Raises:
-        ScheduleError: The name is unknown, or ``straight`` was given several stages per rank.
+        ScheduleError: The name is unknown, or ``straight`` has several stages per rank.
     """
     if name not in PLACEMENTS:
         raise ScheduleError(
@@ -69,8 +69,8 @@ def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
     """Return a fixed order for one stage per rank, stage ``r`` on rank ``r``.
 
     ``gpipe`` and ``1f1b`` have full backwards, in the order of torch's classes. ``zb-h1`` and ``zb-h2`` are the
-    handcrafted orders of Zero Bubble Pipeline Parallelism (arXiv 2401.10241): at most ``ranks``, respectively
-    ``2 * ranks - 1``, microbatches wait for their ``W`` on any rank. Fewer microbatches than ranks are allowed.
+    handcrafted orders of Zero Bubble Pipeline Parallelism (arXiv 2401.10241). With them at most ``ranks`` and
+    ``2 * ranks - 1`` microbatches wait for their ``W`` on any rank. Fewer microbatches than ranks are allowed.
 
     Args:
         name: One of :data:`ORDERS`.
@@ -108,10 +108,10 @@ def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
 
 
 def _interleave(stage: int, microbatches: int, *, warmup: int, lag: int | None) -> list[Action]:
-    """Return ``warmup`` Fs, then a backward and an F in turns, then the other backwards.
+    """Return ``warmup`` Fs, then backwards and Fs in turns, then the remaining backwards.
 
     ``lag`` is the number of microbatches by which W follows B while Fs are left; None means full backwards.
-    With ``lag``, a W follows each B when no F is left: Bs then arrive as far apart as a B and a W take.
+    With ``lag``, a W follows each B when no F is left, because Bs then arrive as far apart as a B and a W take.
     """
     warmup = min(warmup, microbatches)
     order = [Action(Kind.F, stage, index) for index in range(warmup)]
@@ -133,7 +133,7 @@ def build_vee_order(*, ranks: int, microbatches: int) -> Schedule:
     """Return ZB-V (arXiv 2405.15362) for two stages per rank in a V, ``build_placement("vee", ranks=…, chunks=2)``.
 
     With ``2 * ranks`` microbatches or more it is the order of torch's ``ScheduleZBVZeroBubble``, and each rank holds at
-    most what the first rank of 1F1B holds.
+    most the memory of 1F1B's first rank.
 
     Args:
         ranks: Number of ranks.
@@ -152,6 +152,7 @@ def build_vee_order(*, ranks: int, microbatches: int) -> Schedule:
 def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
     down, up = rank, 2 * ranks - 1 - rank
     order: list[Action] = []
+    # The next microbatch of each kind and stage.
     done: dict[tuple[Kind, int], int] = defaultdict(int)
 
     def run(*pairs: tuple[Kind, int]) -> None:
@@ -180,12 +181,12 @@ def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
-    """Return V-Half or V-Min (arXiv 2405.15362): each microbatch runs at fixed slots, six slots after the one before.
+    """Return V-Half or V-Min (arXiv 2405.15362): each microbatch has fixed slots, six after the previous one's.
 
     Only Fs and Bs have slots; each W follows its B.
 
     Args:
-        name: ``v-half`` or ``v-min``, by the memory that is held.
+        name: ``v-half`` or ``v-min``, which differ in the memory that they hold.
         ranks: Number of ranks, in a V of two stages each.
         microbatches: Number of microbatches in a step.
 
@@ -219,7 +220,7 @@ def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
             for number, (slot, (kind, stage)) in enumerate(zip(slots, computed, strict=True))
             for microbatch in range(microbatches)
         ]
-        schedule.append([action for *_, action in sorted(timed, key=lambda entry: entry[:2])])
+        schedule.append([action for *_, action in sorted(timed, key=lambda item: item[:2])])
     return split_backwards(schedule)
 
 
@@ -227,23 +228,22 @@ def _check_bidirectional(ranks: int, chunks: int) -> None:
     if ranks % 2 or chunks != 1:
         raise ScheduleError(
             "a bidirectional pipeline has an even number of ranks with 1 stage of each direction, "
-            f"not {ranks} ranks "
-            f"with {chunks}. Use an even number of ranks, or placement straight."
+            f"not {ranks} ranks with {chunks}. Use an even number of ranks, or placement straight."
         )
 
 
 def build_bidirectional_order(*, ranks: int, microbatches: int, doubles: bool = False) -> Schedule:
     """Return an order of two pipelines in opposite directions, as in Chimera (Li and Hoefler, SC 2021).
 
-    Each direction has half of the microbatches, numbered from 0. A rank runs what can start first, a backward before a
-    forward, as if F, B and W took one time each; so the orders of ranks ``r`` and ``ranks - 1 - r`` mirror each other.
-    At most ``ranks + 1`` microbatches wait for their backward on a rank.
+    Each direction has half of the microbatches, numbered from 0. A rank runs the computation that can start first,
+    as if F, B and W took the same time. Among equals, a backward goes before a forward. So the orders of ranks ``r``
+    and ``ranks - 1 - r`` mirror each other. At most ``ranks + 1`` microbatches wait for their backward on a rank.
 
     Args:
         ranks: Number of ranks, even.
         microbatches: Number of microbatches in a step, in both directions together; even.
-        doubles: *Forward doubling*: forwards of two microbatches stand side by side and count as one, since they take
-            about as long as the backward of one that runs the other way. Up to ``2 * ranks`` microbatches wait.
+        doubles: Whether two forwards run in a row and count as one (*forward doubling*), since they take about as long
+            as a backward of the other direction. Up to ``2 * ranks`` microbatches wait then.
 
     Raises:
         ScheduleError: A number is odd, or below 2.
@@ -257,13 +257,17 @@ def build_bidirectional_order(*, ranks: int, microbatches: int, doubles: bool = 
 
 
 class _Bidirectional:
-    """Lists an order by simulating it; times are in those of an F, and a backward takes two."""
+    """A simulation that lists an order; an F takes one unit of time, and a backward takes two."""
 
     def __init__(self, ranks: int, microbatches: int, grouped: int) -> None:
         self.placement = BidirectionalPlacement.of(ranks)
-        self.ranks, self.microbatches, self.grouped = ranks, microbatches, grouped
+        self.ranks = ranks
+        self.microbatches = microbatches
+        # The number of forwards that run in a row.
+        self.grouped = grouped
         self.clocks = [0] * ranks
         self.ends: dict[Action, int] = {}
+        # The number of computations that have run, by kind and stage.
         self.done: dict[Kind, list[int]] = {
             kind: [0] * len(self.placement) for kind in (Kind.F, Kind.BW)
         }
@@ -273,7 +277,7 @@ class _Bidirectional:
         orders: list[list[Action]] = [[] for _ in range(self.ranks)]
         while min(self.done[Kind.BW]) < self.microbatches:
             start, *_, rank, action = min(
-                entry for stage in range(len(self.placement)) for entry in self._list(stage)
+                candidate for stage in range(len(self.placement)) for candidate in self._list(stage)
             )
             self.clocks[rank] = end = start + (1 if action.kind is Kind.F else 2)
             self.ends[action if action.kind is Kind.F else action._replace(kind=Kind.B)] = end
@@ -282,10 +286,11 @@ class _Bidirectional:
         return orders
 
     def _list(self, stage: int) -> Iterator[tuple[int, int, int, int, int, Action]]:
-        """Yield the next actions of a stage, each with its start and the ranks among equal starts."""
+        """Yield the next actions of a stage, each with its start and the values that decide among equal starts."""
         rank, place = self.placement[stage], stage % self.ranks
         forwards, backwards = self.done[Kind.F][stage], self.done[Kind.BW][stage]
-        continues = forwards % self.grouped != 0  # a group that has begun
+        # Whether a group of forwards has begun.
+        continues = forwards % self.grouped != 0
         most = (
             min(self.ranks, 2 * (self.ranks - place) - 1)
             if self.grouped > 1
@@ -317,11 +322,11 @@ class _Bidirectional:
 def convert_torch_order(pipeline_order: Mapping[int, Sequence[Any]]) -> Schedule:
     """Return the computations of a ``pipeline_order`` of ``torch.distributed.pipelining``.
 
-    ``OVERLAP_F_B`` becomes its parts. Entries that are None, transfers, reductions, waits,
-    unshards and reshards are left out.
+    ``OVERLAP_F_B`` becomes its parts. Elements that are None, transfers, reductions, waits, unshards and reshards are
+    left out.
 
     Args:
-        pipeline_order: Actions (``_Action``) by rank, lowered or not. Ranks count from 0 without a hole.
+        pipeline_order: Actions (``_Action``) by rank, lowered or not. Ranks count from 0 without a gap.
 
     Raises:
         ScheduleError: A rank is missing, or the kind of an action is unknown.
@@ -347,13 +352,12 @@ def _convert(rank: int, actions: Sequence[Any]) -> Iterator[Action]:
         elif not kind.startswith(_NO_COMPUTATION):
             raise ScheduleError(
                 f"rank {rank}: action {action} of kind {kind} is unknown. Use torch 2.11 to 2.15, "
-                "or turn the feature "
-                "off with OVPATCH_PIPELINE=0."
+                "or turn the feature off with OVPATCH_PIPELINE=0."
             )
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with each full backward as a B and a W side by side, which sends the gradient earlier."""
+    """Return the schedule with a B and a W for each full backward, so that its gradient is sent earlier."""
 
     def parts(action: Action) -> tuple[Action, ...]:
         return (

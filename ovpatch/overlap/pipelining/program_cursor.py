@@ -1,7 +1,7 @@
 """The position of another library's loop in a rank's program.
 
-The loop computes F and B itself, in the program's order. It takes the inputs of a computation and hands over the
-results. The cursor starts receives early, does not wait for sends, and has W computed after them.
+The loop computes F and B itself, in the program's order. It takes the inputs of a computation and passes the results
+on. The cursor starts receives early, does not wait for sends, and calls the loop to compute W after them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ovpatch.overlap.pipelining.orders import build_order
 
 
 class LoopError(RuntimeError):
-    """A loop computes in another order than its program."""
+    """The error of a loop that computes in another order than its program."""
 
 
 class ProgramCursor:
@@ -44,11 +44,13 @@ class ProgramCursor:
         self._blocks_host = blocks_host(group, device)
         # Whether receives may start early. On a device the first step must not post early: see Engine.settling.
         self._is_settled = self._blocks_host
+        # Programs by order, number of microbatches, and number of early receives.
         self._programs: dict[tuple[str, int, int], Program] = {}
         # - State of a step
         self._steps: Sequence[Step] = ()
         # The computation that the loop runs, by its index in the steps.
         self._position = -1
+        # Shapes of the tensors of a message, if they do not vary.
         self._shapes: Sequence[Sequence[int]] = ()
         # Shapes of outputs by microbatch, if shapes vary: an input gradient has the shape of the output.
         self._sent_shapes: dict[int, list[torch.Size]] = {}
@@ -62,14 +64,14 @@ class ProgramCursor:
         *,
         varies: bool,
     ) -> None:
-        """Start a step, and drop what an interrupted one left.
+        """Start a step, and drop the remains of an interrupted step.
 
         Args:
             order: Name of the order. Ranks may differ in Ws alone.
             microbatches: The number of microbatches.
             make_buffer: Makes the memory for a received tensor of a shape.
             compute_weight_grads: Called after the send of a full backward, and for W, with the microbatch.
-            varies: Whether shapes differ by microbatch, so that they are sent, too; the same on all ranks.
+            varies: Whether shapes differ by microbatch, so that they are sent as well; the same on all ranks.
         """
         ahead = AHEAD[self._blocks_host] if self._is_settled and not varies else 0
         key = order, microbatches, ahead
@@ -92,11 +94,11 @@ class ProgramCursor:
         self._messages.start_step()
 
     def receive(self, shapes: Sequence[Sequence[int]], *, is_forward: bool) -> list[Tensor]:
-        """Move to the next computation, F or a backward, and return its inputs; [] if no rank sends them.
+        """Move to the next computation, F or a backward, and return its inputs; [] if no rank sends any.
 
         Args:
-            shapes: The shapes of the tensors of a message. Unless shapes vary, the first call of a step decides for
-                all messages.
+            shapes: The shapes of the tensors of a message. Unless shapes vary, those of the first call hold for all
+                messages of a step.
             is_forward: Whether the loop runs F.
 
         Raises:
@@ -128,7 +130,7 @@ class ProgramCursor:
         return [self._make_buffer(shape) for shape in shapes]
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send a result, and have W computed after it up to the next F or B.
+        """Send a result, and let W be computed after it up to the next F or B.
 
         Args:
             tensors: The output or input gradient, which the loop may free afterwards; unused without a receiver.

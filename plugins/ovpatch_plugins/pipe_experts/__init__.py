@@ -1,6 +1,7 @@
 """Feature ``pipe_experts``: expert-parallel layers whose all-to-alls hide under their experts.
 
-These stand alone, without ``ovpatch.apply()``, for layers of your own::
+The feature is for layers of transformers. For layers of your own, call these functions, which need no
+``ovpatch.apply()``::
 
     from ovpatch_plugins.pipe_experts import (
         ExpertParallelFFN,
@@ -32,5 +33,5 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Loaded at the first use: describing the feature must stay cheap.
+    # The module is loaded at the first use, because the description of the feature must stay cheap.
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

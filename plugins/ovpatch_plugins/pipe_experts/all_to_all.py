@@ -1,7 +1,7 @@
-"""Split-phase, differentiable all-to-alls: the launch and the wait are separate calls, in forward and backward.
+"""Split-phase, differentiable all-to-alls: launch and wait are separate calls, in forward and backward.
 
-The rows of several chunks lie in one buffer, so that splitting and joining them copies nothing. On one host the rows
-may go through memory that the ranks share, by one kernel of a few programs.
+The rows of several chunks are stored in one buffer, so that splitting and joining them copies nothing.
+On one host the rows may go through memory that the ranks share, by one kernel of a few programs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectiveAllToAll:
-    """torch.distributed's own all-to-all; all ranks start the same all-to-alls in the same order."""
+    """torch.distributed's own all-to-all; all ranks start the same all-to-alls in the same order.
 
-    group: dist.ProcessGroup  # the ranks
+    Attributes:
+        group: The ranks.
+    """
+
+    group: dist.ProcessGroup
 
     def start_transfer(
         self,
@@ -44,9 +48,13 @@ class CollectiveAllToAll:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> WorkGroup:
-        """Start to send rows ``[sum(input_splits), h]``, by destination rank, and return the work to wait for.
+        """Start to send rows and return the work to wait for.
 
-        ``output`` is memory for the received rows, by rank, ``[sum(output_splits), h]``. Both are contiguous.
+        Args:
+            output: Memory for the received rows, by rank, ``[sum(output_splits), h]``, contiguous.
+            rows: The rows to send, by destination rank, ``[sum(input_splits), h]``, contiguous.
+            output_splits: Number of rows from each rank.
+            input_splits: Number of rows to each rank.
         """
         with profiler_span(profiler_label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(
@@ -61,7 +69,7 @@ class CollectiveAllToAll:
 
 
 Allocator = Callable[[Tensor], Tensor]
-"""Returns memory for received rows, ``[n, h]``, of the dtype and device of a tensor."""
+"""A function that returns memory for received rows, ``[n, h]``, of the dtype and device of a tensor."""
 
 
 def start_all_to_all(
@@ -80,8 +88,8 @@ def start_all_to_all(
         input_splits: Number of rows to each rank.
         output_splits: Number of rows from each rank; they are returned by rank.
         group: The ranks.
-        allocate: Returns memory for the received rows; fresh memory by default.
-        allocate_grad: Returns memory for the gradient of ``rows``.
+        allocate: Returns memory for the received rows. Default: fresh memory.
+        allocate_grad: Returns memory for the gradient of ``rows``. Default: fresh memory.
     """
     transport = CollectiveAllToAll(group)
     return PendingRows(
@@ -92,23 +100,30 @@ def start_all_to_all(
 class PendingRows:
     """The rows of an all-to-all, which construction starts.
 
-    [Note: launch and wait are nodes] An all-to-all is two nodes of the autograd graph: the launch and the wait. In
-    backward the wait's node launches the reverse all-to-all, and the launch's node waits for it. What is computed
-    between the two hides the communication, in both directions. The engine runs ready nodes in the reverse order of
-    their creation, so backward mirrors the order of calls in forward, on all ranks alike. There is no nested backward:
-    a weight that several chunks use has one gradient, hooks fire once, and checkpointing sees an ordinary graph.
+    [Note: launch and wait are nodes] An all-to-all is two nodes of the autograd graph: the launch and
+    the wait. In backward the wait's node launches the reverse all-to-all, and the launch's node waits
+    for it. What is computed between the two hides the communication, in both directions. The engine
+    runs ready nodes in the reverse order of their creation, so backward mirrors the order of calls in
+    forward, which is the same on all ranks. There is no nested backward: a weight that several chunks
+    use has one gradient, hooks fire once, and checkpointing sees an ordinary graph.
     """
 
     def __init__(self, transfer: Transfer, rows: Tensor) -> None:
         self._transfer = transfer
+        # None once :meth:`wait` has returned the rows.
         self._rows: Tensor | None = apply_function(_Launch, transfer, rows)
 
     def wait(self) -> Tensor:
-        """Return the rows, ``[sum(output_splits), h]``; RuntimeError if they have been returned before."""
-        rows, self._rows = self._rows, None  # the caller may free them from here on
+        """Make the current stream wait for the rows and return them, ``[sum(output_splits), h]``.
+
+        Raises:
+            RuntimeError: An earlier call has returned the rows.
+        """
+        # This object drops its reference, so that the caller may free the rows.
+        rows, self._rows = self._rows, None
         if rows is None:
             raise RuntimeError(
-                "these rows have been waited for: keep what wait() returned the first time"
+                "ovpatch: wait() has already returned these rows. Keep the result of the first call."
             )
         received: Tensor = apply_function(_Wait, self._transfer, rows)
         return received
@@ -116,25 +131,32 @@ class PendingRows:
 
 @dataclass
 class Transfer:
-    """An all-to-all as in :func:`start_all_to_all`: the state that its two nodes share."""
+    """The state that the two nodes of an all-to-all share.
 
-    transport: AllToAllTransport  # in both directions
+    The attributes without a line below are arguments of :func:`start_all_to_all`.
+
+    Attributes:
+        transport: Sends the rows in forward, and their gradients in backward.
+    """
+
+    transport: AllToAllTransport
     input_splits: list[int]
     output_splits: list[int]
     allocate: Allocator | None = None
     allocate_grad: Allocator | None = None
     _forward: WorkGroup = dataclasses.field(init=False)
+    # The gradient of the sent rows and its work, between the two nodes of a backward.
     _backward: tuple[Tensor, WorkGroup] | None = None
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start; return the memory that will hold the received rows."""
+        """Start to send the rows; return the memory that will hold the received rows."""
         received, self._forward = self._start(
             rows, self.input_splits, self.output_splits, self.allocate
         )
         return received.data
 
     def wait_forward(self) -> None:
-        """Make the current stream (the host, without streams) wait for the rows."""
+        """Make the current stream wait for the rows; without streams the host waits."""
         self._forward.wait()
 
     def start_backward(self, grad: Tensor) -> None:
@@ -157,7 +179,7 @@ class Transfer:
         output_splits: list[int],
         allocate: Allocator | None,
     ) -> tuple[Tensor, WorkGroup]:
-        # Without a graph: a backend's thread may hold both tensors longer than this call.
+        # The tensors carry no graph, because a backend's thread may hold both longer than this call.
         rows = rows.data.contiguous()
         output = (
             rows.new_empty((sum(output_splits), *rows.shape[1:]))
@@ -185,19 +207,21 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, transfer: Transfer, rows: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.wait_forward()
-        return rows.data  # not a view: experts may compute in place
+        # The result is no view, because experts may compute in place.
+        return rows.data
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.transfer.start_backward(grad)
-        return None, grad  # a stand-in: the launch's node takes the real gradient from the transfer
+        # This gradient is a placeholder: the launch's node takes the real one from the transfer.
+        return None, grad
 
 
 class _DependOn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
-        ctx.count = len(others)
+    def forward(ctx: Any, rows: Tensor, *sources: Tensor) -> Tensor:
+        ctx.count = len(sources)
         return rows.data
 
     @staticmethod
@@ -205,18 +229,18 @@ class _DependOn(torch.autograd.Function):
         return grad, *[None] * ctx.count
 
 
-def depend_on(rows: Tensor, *others: Tensor) -> Tensor:
-    """Return rows that depend on other tensors in the graph, though not in value.
+def depend_on(rows: Tensor, *sources: Tensor) -> Tensor:
+    """Return rows that depend on further tensors in the graph, though not in value.
 
-    A rank whose chunk is empty may compute its rows without reading what arrived. Its backward still has to launch the
-    other ranks' collectives.
+    A rank whose chunk is empty may compute its rows without reading the received ones. Its backward
+    must still launch the collectives that its peers launch.
     """
-    dependent: Tensor = apply_function(_DependOn, rows, *others)
+    dependent: Tensor = apply_function(_DependOn, rows, *sources)
     return dependent
 
 
 class RowBuffer:
-    """Contiguous memory for the rows of several chunks; allocated at the first use."""
+    """Contiguous memory for the rows of several chunks, allocated at the first use."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
@@ -224,14 +248,14 @@ class RowBuffer:
         self._memory: Tensor | None = None
 
     def get_chunk(self, index: int, like: Tensor) -> Tensor:
-        """Return a chunk's memory, ``[sizes[index], h]``, with the features, dtype and device of ``like``."""
+        """Return a chunk's memory, ``[sizes[index], h]``; ``like`` gives features, dtype and device."""
         if self._memory is None:
             self._memory = like.new_empty((self._offsets[-1], *like.shape[1:]))
-        # ``.data``: for autograd a view's version would change with every write to its neighbours.
+        # Without ``.data`` this would be a view, whose version changes with every write to its neighbors.
         return self._memory[self._offsets[index] : self._offsets[index + 1]].data
 
     def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
-        """Return the chunks as one tensor, ``[sum(sizes), h]``: this buffer if they lie in it, else a copy.
+        """Return the chunks as one tensor, ``[sum(sizes), h]``: this buffer if it has them, or a copy.
 
         The buffer releases its memory; a later :meth:`get_chunk` allocates again.
         """
@@ -254,14 +278,15 @@ class RowBuffer:
 def split_rows(rows: Tensor, grad_buffer: RowBuffer) -> tuple[Tensor, ...]:
     """Return rows in chunks of the buffer's sizes; their gradients are joined in the buffer.
 
-    The chunks are no views of each other to autograd: an in-place write to one leaves the others' versions alone.
+    For autograd the chunks are no views of each other: an in-place write to one chunk leaves the
+    versions of the remaining chunks alone.
     """
     chunks: tuple[Tensor, ...] = apply_function(_Split, grad_buffer, rows)
     return chunks
 
 
 def join_rows(chunks: Sequence[Tensor], buffer: RowBuffer) -> Tensor:
-    """Return what :meth:`RowBuffer.join_chunks` returns, differentiably."""
+    """Join chunks as :meth:`RowBuffer.join_chunks` does, differentiably."""
     rows: Tensor = apply_function(_Join, buffer, *chunks)
     return rows
 
@@ -290,22 +315,37 @@ class _Join(torch.autograd.Function):
         return None, *grad.contiguous().split(ctx.sizes)
 
 
-CHANNELS: Final = 16  # programs; each takes a multiprocessor
-_SLOT: Final = 512 * 1024  # bytes
+# Programs of the kernel; each takes a multiprocessor.
+CHANNELS: Final = 16
+# The size of a slot in bytes.
+_SLOT: Final = 512 * 1024
 _DEPTH: Final = 2
-_BLOCK: Final = 8192  # words that a program moves at a time
+# The number of words that a program moves at a time.
+_BLOCK: Final = 8192
 _WARPS: Final = 16
+# The words in which a kernel may copy rows, the largest first: bytes, dtype.
 _WORDS: Final = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
-_ALIGNED: Final = 16  # bytes
+# The alignment in bytes that lets the kernel use its widest loads and stores.
+_ALIGNED: Final = 16
 
 
 class SymmAllToAll:
-    """A transport over symmetric memory, for one group on one device; see [Note: level by level] of the kernel.
+    """A transport over symmetric memory, for one group on one device.
 
-    Rows that stay on this rank are copied on the current stream. The host waits for nothing. Construction is a
-    collective. A ring has ``depth`` slots of ``slot`` bytes; a program moves ``block`` words at a time. The number of
-    programs, ``channels``, may be lowered, on all ranks between the same two calls. LackingError, on all ranks, if some
-    have no memory for it.
+    See [Note: level by level] of the kernel. Rows that stay on this rank are copied on the current
+    stream. The host waits for nothing. Construction is a collective. The number of programs,
+    ``channels``, may be lowered if all ranks do so between the same two calls.
+
+    Args:
+        group: The ranks, all on one host.
+        device: This rank's device.
+        channels: Number of programs.
+        slot: Size of a ring's slot in bytes.
+        depth: Number of slots of a ring.
+        block: Number of words that a program moves at a time.
+
+    Raises:
+        LackingError: Some ranks have no memory for it; raised on all ranks.
     """
 
     def __init__(
@@ -320,21 +360,31 @@ class SymmAllToAll:
         from ovpatch.overlap.kernels.workspace_kernels import RANKS
         from ovpatch_plugins.pipe_experts.triton_kernels import HEADER
 
-        self._world, self._rank = group.size(), group.rank()
-        self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
+        self._world = group.size()
+        self._rank = group.rank()
+        self.channels = channels
+        self._slot = slot
+        self._depth = depth
+        self._block = block
         size = HEADER.value + channels * self._world * depth * slot
         self._memory = memory.allocate_on_all(
             size, group, device, lambda own: own[: HEADER.value].zero_()
         )
         with outside_modes():
+            # The addresses of all ranks' memory, and the numbers of units sent and fetched so far.
             self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
             self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
-        self._padding = [0] * (RANKS.value - self._world)  # splits of ranks that do not exist
+        # The kernel takes the splits of a fixed number of ranks; ranks that do not exist send no rows.
+        self._padding = [0] * (RANKS.value - self._world)
+        # Prepared kernels by the dtype of words, whether rows are aligned, and the number of programs.
         self._kernels: dict[tuple[torch.dtype, bool, int], Any] = {}
+        # Works whose tensors are kept until their kernel has ended.
         self._in_flight: collections.deque[_KernelWork] = collections.deque()
+        # The kernels' stream has a high priority, so that they get multiprocessors while experts compute.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self._stream is not None:
-            torch.cuda.synchronize(device)  # the new stream reads what the current one has written
+            # The new stream reads tensors that the current stream has written.
+            torch.cuda.synchronize(device)
 
     def start_transfer(
         self,
@@ -352,11 +402,12 @@ class SymmAllToAll:
         size, word = next((size, word) for size, word in _WORDS if row % size == 0)
         alignment = _ALIGNED if aligned else size
         if rows.data_ptr() % alignment:
-            rows = rows.clone()  # an expert may return any view
+            # An expert may return any view.
+            rows = rows.clone()
         if output.data_ptr() % alignment:
             raise ValueError(
-                f"memory for received rows begins at no multiple of {alignment} bytes: give memory "
-                "that does"
+                f"ovpatch: memory for received rows does not start at a multiple of {alignment} "
+                "bytes. Make `allocate` return memory that does."
             )
         work = _KernelWork(output, rows, self._stream)
         with profiler_span(profiler_label("pipe_experts", "all_to_all")):
@@ -367,7 +418,8 @@ class SymmAllToAll:
                 args = *input_splits, *self._padding, *output_splits, *self._padding, row // size
                 work.launch_kernel(kernel, rows.view(word), output.view(word), *args)
                 self._in_flight.append(work)
-            if own:  # on the current stream, beside the kernel
+            # This copy runs on the current stream, concurrently with the kernel.
+            if own:
                 source, target = sum(input_splits[: self._rank]), sum(output_splits[: self._rank])
                 output[target : target + own].copy_(rows[source : source + own])
         return WorkGroup((work,))
@@ -388,14 +440,18 @@ class SymmAllToAll:
 class _KernelWork:
     """An all-to-all in flight on the kernel's stream; without streams it is done once it is launched.
 
-    The allocator reuses freed memory in the order of the stream that allocated it, here the stream of the launch. That
-    stream waits for the kernel before the rows are read, so tensors freed after the wait are safe. Tensors of a work
-    that is never waited for, after an exception, are kept until the kernel has ended.
+    The allocator reuses freed memory in the order of the stream that allocated it, here the stream of
+    the launch. That stream waits for the kernel before the rows are read, so tensors freed after the
+    wait are safe. After an exception no stream may ever wait for the work. Its tensors are then kept
+    until the kernel has ended.
     """
 
     def __init__(self, output: Tensor, rows: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._tensors: tuple[Tensor, ...] = (output, rows)
-        self._stream, self._end = stream, None if stream is None else torch.cuda.Event()
+        self._stream = stream
+        # The event after the kernel; None without streams.
+        self._end = None if stream is None else torch.cuda.Event()
+        # The stream that allocated the tensors.
         self._launch_stream = None if stream is None else torch.cuda.current_stream(rows.device)
 
     def launch_kernel(self, kernel: Prepared, rows: Tensor, *args: Tensor | int) -> None:
@@ -408,11 +464,12 @@ class _KernelWork:
             self._end.record(self._stream)
 
     def wait(self) -> None:
-        """Make the current stream wait for the kernel, and for the copy on the stream of the launch."""
+        """Make the current stream wait for the kernel and for the copy on the stream of the launch."""
         if self._launch_stream is not None and self._end is not None:
             current = torch.cuda.current_stream(self._launch_stream.device)
             current.wait_event(self._end)
-            if current != self._launch_stream:  # the sent rows are about to be freed to that stream
+            # The sent rows are about to be freed, and the stream of the launch may reuse their memory.
+            if current != self._launch_stream:
                 self._launch_stream.wait_event(self._end)
                 current.wait_stream(self._launch_stream)
         self._tensors = ()
@@ -425,13 +482,14 @@ class _KernelWork:
 AllToAllTransport = CollectiveAllToAll | SymmAllToAll
 
 _UNSUPPORTED: Final = "pipe_experts: the reason against symmetric memory"
-_unsupported_reasons: dict[str, None] = {}  # kept for the report after the group is gone
+# The report shows them even after their group was destroyed.
+_unsupported_reasons: dict[str, None] = {}
 
 
 def get_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllToAll | None:
     """Return the transport of a group; None if it is unsupported, which is the same on all ranks.
 
-    A collective in the first call for a group and device; later calls allocate nothing.
+    The first call for a group and device is a collective; later calls allocate nothing.
     """
     return group_state(group).get_or_create(
         (SymmAllToAll, device), lambda: _make_transport(group, device)
@@ -453,10 +511,11 @@ def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllTo
 def resolve_exchange(
     config: MoEConfig, group: dist.ProcessGroup, device: torch.device
 ) -> MoEConfig:
-    """Return the config, with c10d's all-to-alls if auto cannot choose symmetric memory.
+    """Return the config; its exchange is c10d's all-to-all if auto cannot choose symmetric memory.
 
     Raises:
-        ovpatch.OptionError: The user wants symmetric memory, and it is unsupported; on all ranks.
+        ovpatch.OptionError: The user wants symmetric memory, and a rank does not support it; raised on
+            all ranks.
     """
     if config.exchange == "c10d":
         return config
@@ -471,5 +530,5 @@ def resolve_exchange(
 
 
 def list_unsupported_reasons() -> list[str]:
-    """Return why groups do without symmetric memory."""
+    """Return the reasons for which groups use no symmetric memory."""
     return list(_unsupported_reasons)

@@ -2,8 +2,8 @@
 
 [Note: factor] Each of the dp ranks has its own loss. The result must be the gradient of their
 mean: 1/dp times the sum over ranks. For an expert, the backward of the all-to-all has already
-summed over the ep ranks of its expert-parallel group, so the sum over its dp/ep copies is the sum
-over all ranks. The result must therefore be 1/ep times the average over the copies. Each
+summed over the ep ranks of its expert-parallel group. The sum over its dp/ep copies is therefore
+the sum over all ranks, and the result must be 1/ep times the average over the copies. Each
 contribution is multiplied by 1/ep as it comes, and the accumulated gradient is averaged. The part
 that an earlier backward has averaged is the same on all copies, so another average leaves it as it
 is.
@@ -45,7 +45,7 @@ from ovpatch_plugins.pipe_experts.pipe_experts_options import make_communicator
 _WRAP_AGAIN: Final = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 
 _ERROR_REPLACED: Final = (
-    f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}"
+    f"ovpatch: a later wrapper has taken the experts of this model. {_WRAP_AGAIN}"
 )
 
 _CONFIG: Final = ReducerConfig(
@@ -59,7 +59,7 @@ _CONFIG: Final = ReducerConfig(
 
 
 class _ExpertCalls(ReducerOwner):
-    """Finds the nodes of all parameters, since a rank may have no token for its experts."""
+    """The source of all parameters' nodes, since a rank may have no token for its experts."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
@@ -268,10 +268,8 @@ def expert_data_parallel(
     if trained:
         expert_ids = {id(param) for param in trained.values()}
         dense = [param for param in model.parameters() if id(param) not in expert_ids]
-        factor, own_group = (
-            copies / ddp.process_group.size(),
-            _make_own_group(group, ddp.process_group),
-        )
+        factor = copies / ddp.process_group.size()
+        own_group = _make_own_group(group, ddp.process_group)
         gradients = ExpertGradients(list(trained.values()), list(trained), dense, factor, own_group)
         ddp.register_forward_pre_hook(gradients.before_forward)
         ddp.register_forward_hook(gradients.after_forward)
@@ -331,7 +329,7 @@ def _check_membership(group: dist.ProcessGroup | None) -> None:
     # The placeholder that new_group() returns to other ranks has no rank either.
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(
-            f"ovpatch: rank {dist.get_rank()} is not in the group of its own experts. "
+            f"ovpatch: rank {dist.get_rank()} is not in the group that it gave for its experts. "
             f"{_REMEDY_SAME_EXPERTS}"
         )
 
@@ -340,10 +338,8 @@ def _count_copies(group: dist.ProcessGroup | None, dense_group: dist.ProcessGrou
     """Return the number of ranks that have this rank's experts."""
     if group is None:
         return 1
-    ranks, all_ranks = (
-        dist.get_process_group_ranks(group),
-        dist.get_process_group_ranks(dense_group),
-    )
+    ranks = dist.get_process_group_ranks(group)
+    all_ranks = dist.get_process_group_ranks(dense_group)
     if not set(ranks) <= set(all_ranks) or len(all_ranks) % len(ranks):
         raise ValueError(
             f"ovpatch: experts are averaged over ranks {ranks}, dense parameters over "

@@ -29,19 +29,26 @@ from ovpatch_plugins.pipe_experts.grouped_gemm import DelayedWeightGrads, GroupS
 from ovpatch_plugins.pipe_experts.routing import ChunkPlan, PlanCandidates, Splits, route_tokens
 
 Activation = Callable[[Tensor], Tensor]
-"""The function between an expert's two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""
+"""The function between an expert's two GEMMs: ``[rows, n]`` -> ``[rows, k]``, row by row."""
 
 
 class Experts:
-    """The experts of one call of a layer."""
+    """The experts of one call of a layer.
+
+    Args:
+        plan: The chunks of the layer.
+        splits: The numbers of rows in this call.
+        trains: Whether the experts have a weight that needs a gradient, the same on all ranks. Experts
+            that cannot be inspected count as trained.
+    """
 
     def __init__(self, plan: ChunkPlan, splits: Splits, trains: bool) -> None:
-        self._chunks, self._splits = plan.chunks, splits
-        # Whether they have a weight that needs a gradient, as far as can be told: the same on all ranks.
+        self._chunks = plan.chunks
+        self._splits = splits
         self.trains = trains
 
     def prepare_chunk(self, chunk: int) -> None:
-        """Prepare for a chunk; called before its rows are waited for."""
+        """Prepare for a chunk; called before the current stream waits for the chunk's rows."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         """Return a chunk's outputs: ``[rows, h]`` -> ``[rows, h]``, rows by rank and then by expert."""
@@ -49,7 +56,7 @@ class Experts:
 
 
 ExpertFactory = Callable[[ChunkPlan, Splits], Experts]
-"""Makes the experts of one call."""
+"""A function that makes the experts of one call."""
 
 
 def swiglu(h: Tensor) -> Tensor:
@@ -67,12 +74,12 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 
 
 class _SortedExperts(Experts):
-    """Sorts a chunk's rows by expert, and the outputs by rank again."""
+    """Experts that compute rows in the order of experts; outputs are sorted by rank again."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
         by_rank = self._splits.expert_splits[chunk]
         by_expert = [list(sizes) for sizes in zip(*by_rank, strict=True)]
-        sizes = [sum(of_ranks) for of_ranks in by_expert]
+        sizes = [sum(rank_sizes) for rank_sizes in by_expert]
         outputs = self._compute(transpose_blocks(rows, by_rank), self._chunks[chunk][1], sizes)
         return transpose_blocks(outputs, by_expert)
 
@@ -81,9 +88,9 @@ class _SortedExperts(Experts):
 
 
 class StackedExperts(_SortedExperts):
-    """Feed-forward networks with stacked weights ``[e, n, h]`` and ``[e, h, k]``: a product, the activation, a product.
+    """Feed-forward networks with stacked weights ``[e, n, h]`` and ``[e, h, k]``: GEMM, activation, GEMM.
 
-    The weights are in the dtype of the products; see :class:`DelayedWeightGrads` for ``delay_wgrad``.
+    The weights are in the dtype of the GEMMs; see :class:`DelayedWeightGrads` for ``delay_wgrad``.
     """
 
     def __init__(
@@ -108,13 +115,14 @@ class StackedExperts(_SortedExperts):
     def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
         groups = GroupSizes(sizes)
         h = self._weights.multiply_rows(0, rows, experts, groups)
-        activated = self._activation(h).to(h.dtype)  # autocast computes some operations in float32
+        # Autocast computes some activations in float32.
+        activated = self._activation(h).to(h.dtype)
         return self._weights.multiply_rows(1, activated, experts, groups)
 
 
 @dataclass(frozen=True)
 class StackedFactory:
-    """Makes :class:`StackedExperts`; the attributes are its arguments."""
+    """The factory of :class:`StackedExperts`; its attributes are their arguments."""
 
     weights: Sequence[Tensor]
     activation: Activation
@@ -128,9 +136,10 @@ class StackedFactory:
 
 
 class ModuleListExperts(_SortedExperts):
-    """Experts that are modules, or functions, one each: ``[rows, h]`` -> ``[rows, h]``.
+    """Experts that are a module or a function each: ``[rows, h]`` -> ``[rows, h]``.
 
-    An expert without rows is called with an empty tensor, so that its parameters have a gradient on every rank.
+    An expert without rows is called with an empty tensor, so that its parameters have a gradient on
+    every rank.
     """
 
     def __init__(
@@ -145,17 +154,19 @@ class ModuleListExperts(_SortedExperts):
 
 
 class GroupedExperts(_SortedExperts):
-    """Experts that one function computes from rows by expert and the number of rows of each, as torchtitan's.
+    """Experts that one function computes from sorted rows and the number of rows of each expert.
 
-    The function maps ``[rows, h]``, and the rows of each of this rank's experts, ``[e]``, to ``[rows, h]``. It is
-    called in every chunk, also without rows.
+    torchtitan's experts are such a function. It maps rows by expert, ``[rows, h]``, and the number of
+    rows of each of this rank's experts, ``[e]``, to ``[rows, h]``. It is called in every chunk, also
+    without rows.
     """
 
     def __init__(
         self, plan: ChunkPlan, splits: Splits, function: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         super().__init__(plan, splits, _has_trainable(function))
-        self._function, self._num_local_experts = function, plan.num_local_experts
+        self._function = function
+        self._num_local_experts = plan.num_local_experts
 
     def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
         all_sizes = [0] * self._num_local_experts
@@ -166,8 +177,9 @@ class GroupedExperts(_SortedExperts):
 class IndexedExperts(Experts):
     """Experts that one function computes from rows and each row's expert.
 
-    The function maps ``[rows, h]`` and local experts ``[rows]`` to ``[rows, h]``. It is not called without rows, unless
-    no chunk has any; its output is cast to the rows' dtype, as on ranks where it is not called.
+    The function maps ``[rows, h]`` and local experts ``[rows]`` to ``[rows, h]``. An empty chunk does
+    not call it, unless all chunks are empty. Its output is cast to the rows' dtype, because ranks that
+    do not call it return rows in that dtype.
     """
 
     def __init__(
@@ -175,6 +187,7 @@ class IndexedExperts(Experts):
     ) -> None:
         super().__init__(plan, splits, _has_trainable(function))
         self._function = function
+        # Whether this rank has no row in any chunk.
         self._has_no_rows = not any(
             sum(splits.output_splits(chunk)) for chunk in range(len(self._chunks))
         )
@@ -193,7 +206,11 @@ class IndexedExperts(Experts):
         )
 
     def _compute_nothing(self, chunk: int, rows: Tensor) -> Tensor:
-        """Return no rows; if this rank has none at all, of one row without effect, so that parameters get gradients."""
+        """Return no rows, ``[0, h]``.
+
+        If this rank has no rows in any chunk, compute them from one row without effect, so that its
+        parameters get gradients.
+        """
         if chunk or not self._has_no_rows:
             return rows
         zero = rows.sum(dim=0, keepdim=True)
@@ -203,7 +220,10 @@ class IndexedExperts(Experts):
 
 
 def _has_trainable(function: Any) -> bool:
-    """Return whether a module, or a module's method, has a trainable parameter; other functions count as having one."""
+    """Return whether a module, or a module's method, has a trainable parameter.
+
+    Other functions cannot be inspected and count as trainable.
+    """
     while isinstance(function, functools.partial):
         function = function.args[0] if function.args else function.func
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
@@ -213,7 +233,12 @@ def _has_trainable(function: Any) -> bool:
 
 
 def transpose_blocks(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Return blocks of rows, ordered by the first index of ``sizes`` and then the second, in the transposed order."""
+    """Return blocks of rows in transposed order.
+
+    Args:
+        rows: The blocks, ordered by the first index of ``sizes`` and then by the second.
+        sizes: Number of rows of each block.
+    """
     first, second = len(sizes), len(sizes[0])
     if first == 1 or second == 1:
         return rows
@@ -225,10 +250,10 @@ T = TypeVar("T")
 
 
 class Awaitable(Protocol):
-    """Rows in flight, such as :func:`ovpatch_plugins.pipe_experts.start_all_to_all` returns."""
+    """Rows in flight, such as the result of :func:`ovpatch_plugins.pipe_experts.start_all_to_all`."""
 
     def wait(self) -> Tensor:
-        """Return the rows."""
+        """Make the current stream wait for the rows and return them."""
 
 
 @torch._disable_dynamo
@@ -249,18 +274,23 @@ def run_pipelined(
 
     Args:
         dispatch: Starts to send a chunk's rows to their experts' ranks.
-        experts: Computes a chunk: received rows ``[rows, h]`` -> ``[rows, h]``. May ignore rows if there are none.
+        experts: Computes a chunk: received rows ``[rows, h]`` -> ``[rows, h]``. It may ignore rows if
+            there are none.
         combine: Starts to send a chunk's outputs back.
         num_chunks: Number of chunks.
-        before_wait: Called with a chunk before its rows are waited for. Nodes that it makes run, in backward, while the
-            gradients of the chunk's rows are in flight: weight gradients belong there.
+        before_wait: Called with a chunk before the current stream waits for the chunk's rows. In
+            backward, nodes that it makes run while the gradients of these rows are in flight, so they
+            may compute weight gradients.
         shared_experts: Computed while the first rows are in flight.
-        trains: Whether the experts have a weight that needs a gradient, the same on all ranks. If so, every chunk takes
-            part in backward, also one whose tokens need no gradient and which used no weight for want of rows.
+        trains: Whether the experts have a weight that needs a gradient, the same on all ranks. If so,
+            every chunk takes part in backward, even if its tokens need no gradient and it used no
+            weight because it has no rows.
 
     Returns:
         The combined rows of each chunk, and the output of ``shared_experts``.
     """
+    # Each chunk's output depends on the anchor. Without it, the backward of a chunk whose tokens need no
+    # gradient would launch no collectives, and peers would wait for them.
     has_anchor = trains and torch.is_grad_enabled()
     anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=has_anchor)
     dispatched = [dispatch(chunk) for chunk in range(num_chunks)]
@@ -279,16 +309,17 @@ def run_pipelined(
 #   forward    communicator   D0  D1  D2  C0  C1  C2
 #              compute        shared  E0  E1  E2      weighted sum
 #
-# All dispatches are launched first, so that chunk 0 waits for the first one alone. Each combine runs under the experts
-# of the next chunk. On one communicator, C0 queues behind D2; with multi_stream, combines have a second one:
+# All dispatches are launched first, so that chunk 0 waits for the first dispatch alone. Each combine runs
+# under the experts of the next chunk. On one communicator, C0 queues up after D2. With multi_stream,
+# combines have their own communicator:
 #
 #   forward    dispatches     D0  D1  D2
 #              combines               C0  C1  C2
 #              compute        shared  E0  E1  E2  weighted sum
 #
-# Backward is the mirror image: the gradients of all combines (c) are launched first, then each chunk computes the
-# gradient of its rows (e) and launches the gradient of its dispatch (d). The weights' gradients (w) of a chunk need no
-# rows of other ranks, so delay_wgrad computes them while d is in flight:
+# Backward is the mirror image: the gradients of all combines (c) are launched first. Then each chunk
+# computes the gradient of its rows (e) and launches the gradient of its dispatch (d). The weights'
+# gradients (w) of a chunk need no rows of peers, so delay_wgrad computes them while d is in flight:
 #
 #   backward   communicator   c2  c1  c0  d2  d1  d0
 #              compute            e2  w2  e1  w1  e0  w0

@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from ovpatch.overlap.autograd import apply_function, will_execute
 from ovpatch.overlap.comm.lifetimes import outside_modes
 
-_ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
+# The grouped kernel requires this alignment of every row, in bytes.
+_ALIGNMENT = 16
 
 
 class GroupSizes:
@@ -25,7 +26,7 @@ class GroupSizes:
         self._offsets: Tensor | None = None
 
     def get_offsets(self, device: torch.device) -> Tensor:
-        """Return the end of each expert's rows, ``[e]`` of int32; copied to the device once."""
+        """Return the end of each expert's rows, ``[e]`` of int32; the first call copies it to the device."""
         if self._offsets is None:
             ends = list(itertools.accumulate(self.sizes))
             with outside_modes():
@@ -47,11 +48,14 @@ def grouped_dgrad(grad: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
 def accumulate_wgrad(
     total: Tensor | None, grad: Tensor, x: Tensor, groups: GroupSizes, fresh: Sequence[bool]
 ) -> Tensor:
-    """Add the weights' gradients to an accumulator: ``[rows, n]``, ``[rows, k]`` -> ``[e, n, k]``.
+    """Add the weights' gradients to an accumulator and return it, ``[e, n, k]``.
 
-    ``grad`` is the gradient of the output of :func:`grouped_linear`, ``x`` its input. The accumulator is in the rows'
-    dtype or float32; None allocates it. An expert that is ``fresh`` has an undefined accumulator, which is written, not
-    read.
+    Args:
+        total: The accumulator, in the rows' dtype or float32; None to allocate it.
+        grad: The gradient of the output of :func:`grouped_linear`, ``[rows, n]``.
+        x: The input of :func:`grouped_linear`, ``[rows, k]``.
+        groups: The number of rows of each expert.
+        fresh: Whether each expert's accumulator is undefined, and must be written instead of read.
     """
     if total is None:
         if min(groups.sizes) and _has_kernel(grad, x, groups):
@@ -72,8 +76,9 @@ def accumulate_wgrad(
 
 
 def _multiply_wide(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply half-precision matrices with the result in ``dtype``."""
-    # The CPU has no such kernel, and addmm with out_dtype adds to float32 in place in newer versions of torch only.
+    """Multiply low-precision matrices with the result in ``dtype``."""
+    # The CPU has no such kernel. On GPUs this is no addmm, because only newer versions of torch let addmm
+    # with out_dtype add to float32 in place.
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
@@ -90,11 +95,11 @@ def _grouped_mm(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
     return out
 
 
-def _has_kernel(x: Tensor, other: Tensor, groups: GroupSizes) -> bool:
-    """Return whether torch's grouped kernel takes two factors; a single expert's product needs none."""
+def _has_kernel(x: Tensor, factor: Tensor, groups: GroupSizes) -> bool:
+    """Return whether torch's grouped kernel takes two factors; a single expert needs no grouped GEMM."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(groups.sizes) == 1 or not len(x):
         return False
-    return _is_aligned(x) and _is_aligned(other) and hasattr(torch.nn.functional, "grouped_mm")
+    return _is_aligned(x) and _is_aligned(factor) and hasattr(torch.nn.functional, "grouped_mm")
 
 
 def _is_aligned(factor: Tensor) -> bool:
@@ -107,16 +112,25 @@ def _is_aligned(factor: Tensor) -> bool:
 
 
 class DelayedWeightGrads:
-    """The experts' weights, ``[e, n, k]`` each in the dtype of the products, in one call of a layer.
+    """The experts' weights, ``[e, n, k]`` each in the dtype of the GEMMs, in one call of a layer.
 
-    [Note: delayed weight gradients] A product's backward computes the gradient of its rows, for which other ranks wait,
-    and defers that of its weight to a node made just before the chunk's rows are waited for. In backward that node runs
-    right after the launch of the gradient's all-to-all, and hides it. All chunks add to one gradient per weight; a node
-    made before all chunks hands it to autograd, once.
+    [Note: delayed weight gradients] The backward of a GEMM computes the gradient of its rows, because
+    peers wait for it. It defers the gradient of its weight to a node that was made just before the
+    forward waited for the chunk's rows. In backward that node runs right after the launch of the
+    gradient's all-to-all, and hides it. All chunks add to one gradient per weight; a node made before
+    all chunks hands it to autograd, once.
 
-    Where several chunks use the same weights (``reused``), a half-precision sum would be rounded in every chunk, so it
-    is kept in float32 and rounded once. The graph must not refer to this object: it refers to the graph, and no garbage
-    collector sees cycles through nodes.
+    The graph must not refer to this object. This object refers to the graph, and no garbage collector
+    sees cycles through nodes.
+
+    Args:
+        weights: The weights.
+        delay_wgrad: Whether weight gradients are deferred.
+        reused: Whether several chunks use the same weights. A low-precision sum would then be rounded
+            in every chunk, so it is kept in float32 and rounded once.
+
+    Attributes:
+        trains: Whether any weight needs a gradient.
     """
 
     def __init__(
@@ -124,19 +138,33 @@ class DelayedWeightGrads:
     ) -> None:
         self._grads = _WeightGrads(weights, delay_wgrad, reused)
         self._requires_grad = [weight.requires_grad for weight in weights]
-        self.trains = any(self._requires_grad)  # whether any weight needs a gradient
+        self.trains = any(self._requires_grad)
+        # The weights for all chunks; the node that made them hands their gradients to autograd.
         self._collected: tuple[Tensor, ...] = apply_function(_Weights, self._grads, None, *weights)
-        self._chunk, self._chunk_weights = 0, self._collected
+        # The current chunk, and the weights as it uses them.
+        self._chunk = 0
+        self._chunk_weights = self._collected
 
     def prepare_chunk(self, chunk: int) -> None:
-        """Make the node of a chunk's deferred gradients; called before its rows are waited for."""
-        self._chunk, self._chunk_weights = (
-            chunk,
-            apply_function(_Weights, self._grads, chunk, *self._collected),
-        )
+        """Make the node of a chunk's deferred gradients.
+
+        The layer calls this before the current stream waits for the chunk's rows.
+        """
+        self._chunk = chunk
+        self._chunk_weights = apply_function(_Weights, self._grads, chunk, *self._collected)
 
     def multiply_rows(self, index: int, x: Tensor, experts: range, groups: GroupSizes) -> Tensor:
-        """Return each expert's rows, in their order, times its transposed weight: ``[rows, k]`` -> ``[rows, n]``."""
+        """Multiply each expert's rows, in the order of experts, by its transposed weight.
+
+        Args:
+            index: The weight's index in the list of weights.
+            x: ``[rows, k]``.
+            experts: The chunk's local experts.
+            groups: The number of rows of each.
+
+        Returns:
+            ``[rows, n]``.
+        """
         used = slice(experts.start, experts.stop)
         call = _Call(self._grads, self._chunk, index, used, groups, self._requires_grad[index])
         out: Tensor = apply_function(_GroupedLinear, call, x, self._chunk_weights[index])
@@ -144,19 +172,23 @@ class DelayedWeightGrads:
 
 
 class _WeightGrads:
-    """The backward's state of the weights; holds no tensor that has a graph."""
+    """The state of the weights in backward; no tensor in it has a graph."""
 
     def __init__(self, weights: Sequence[Tensor], delay_wgrad: bool, reused: bool) -> None:
         self._delay_wgrad = delay_wgrad
         self.accumulators = [_Accumulator(weight, reused) for weight in weights]
+        # The backward of `_deferred` and of the accumulators' sums.
         self._graph_task = -1
+        # The deferred contributions by chunk.
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
     def add_contribution(self, chunk: int, compute: Callable[[], None]) -> None:
-        """Compute a chunk's contribution to a weight's gradient, now or behind the launch."""
+        """Compute a chunk's contribution to a weight's gradient, now or after the launch."""
         graph_task = torch._C._current_graph_task_id()
-        if graph_task != self._graph_task:  # the rest is of a backward that an exception ended
-            self._graph_task, self._deferred = graph_task, {}
+        if graph_task != self._graph_task:
+            # An exception may have ended an earlier backward; what it left must not reach this one.
+            self._graph_task = graph_task
+            self._deferred = {}
             for accumulator in self.accumulators:
                 accumulator.reset()
         if self._delay_wgrad:
@@ -171,12 +203,21 @@ class _WeightGrads:
 
 
 class _Call(NamedTuple):
-    """One product of a layer."""
+    """One GEMM of a layer.
+
+    Attributes:
+        grads: The gradients of the layer's weights.
+        chunk: The chunk.
+        weight_index: The weight's index in the list of weights.
+        experts: The chunk's experts in the weight.
+        groups: The number of rows of each of these experts.
+        requires_grad: Whether the weight needs a gradient.
+    """
 
     grads: _WeightGrads
     chunk: int
     weight_index: int
-    experts: slice  # the chunk's experts in the weight
+    experts: slice
     groups: GroupSizes
     requires_grad: bool
 
@@ -185,12 +226,17 @@ class _Accumulator:
     """The gradient of a weight, ``[e, n, k]``, to which chunks add."""
 
     def __init__(self, like: Tensor, reused: bool) -> None:
-        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._shape = like.shape
+        self._dtype = like.dtype
+        self._device = like.device
+        # A sum over several chunks is rounded once, at its end.
         self._sum_dtype = torch.promote_types(like.dtype, torch.float32) if reused else like.dtype
         self.reset()
 
     def reset(self) -> None:
+        # None before the first contribution.
         self._sum: Tensor | None = None
+        # Whether no chunk has written an expert's part of the sum, whose memory is then undefined.
         self._fresh = [True] * self._shape[0]
 
     def add_product(self, grad: Tensor, x: Tensor, experts: slice, groups: GroupSizes) -> None:
@@ -205,7 +251,10 @@ class _Accumulator:
         self._fresh[experts] = [False] * len(fresh)
 
     def pop_grad(self) -> Tensor | None:
-        """Return the gradient and reset; None if nothing was added, zero for experts without a contribution."""
+        """Return the gradient and reset.
+
+        It is None if nothing was added, and zero for experts without a contribution.
+        """
         total = self._sum
         for expert, is_fresh in enumerate(self._fresh):
             if is_fresh and total is not None:
@@ -215,9 +264,10 @@ class _Accumulator:
 
 
 class _Weights(torch.autograd.Function):
-    """The weights as one chunk uses them, whose deferred gradients it computes.
+    """The weights as one chunk uses them; in backward, the node computes the chunk's deferred gradients.
 
-    For no chunk, as the chunks get them: it hands their gradients to autograd.
+    Without a chunk, the node makes the weights that the chunks' nodes take, and hands their gradients
+    to autograd.
     """
 
     @staticmethod

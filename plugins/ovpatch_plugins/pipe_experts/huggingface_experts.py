@@ -1,8 +1,8 @@
 """The expert-parallel layers of transformers, computed by the feature.
 
-transformers gives the experts of a model with ``ep_size > 1`` to an implementation of a registry. ``all_to_all`` and,
-in training, ``auto`` use ``AllToAllEP``, whose calls are computed here while the feature is on. ``ovpatch`` is
-registered as well, for scripts that name it.
+transformers gives the experts of a model with ``ep_size > 1`` to an implementation of a registry.
+``all_to_all`` and, in training, ``auto`` use ``AllToAllEP``. While the feature is on, this module
+computes the calls of that class. It also registers ``ovpatch``, for scripts that name it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 
 NAME: Final = "ovpatch"
 
+# The methods of an implementation that this module replaces; a script may override them.
 _STEPS: Final = ("_dispatch_tokens", "_combine_tokens")
+# The attributes of an implementation that this module reads.
 _READ: Final = ("ep_mesh", "tp_mesh", "num_local_experts", "experts_forward")
 
-# The functions of transformers that compute just two products of stacked weights, by implementation.
+# The functions of transformers that compute two GEMMs with stacked weights and no more, by implementation.
 _PLAIN: Final = {
     "grouped_mm": "grouped_mm_experts_forward",
     "batched_mm": "batched_mm_experts_forward",
@@ -41,7 +43,7 @@ def wrap_call(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def __call__(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        compute = compute_experts if STATE.on and is_stock_implementation(self) else original
+        compute = compute_experts if STATE.is_on and is_stock_implementation(self) else original
         return compute(self, hidden_states, top_k_index, top_k_weights)
 
     return __call__
@@ -84,9 +86,15 @@ def is_stock_implementation(implementation: Any) -> bool:
 def compute_experts(
     implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Stand in for ``AllToAllEP.__call__``, with ``[tokens, h]``, ``[tokens, k]`` and ``[tokens, k]``.
+    """Compute the experts instead of ``AllToAllEP.__call__``.
 
     The ranks of the tensor-parallel mesh hold the same tokens; experts are numbered over all ranks.
+
+    Args:
+        implementation: The ``AllToAllEP``.
+        hidden_states: ``[tokens, h]``.
+        top_k_index: ``[tokens, k]``.
+        top_k_weights: ``[tokens, k]``.
     """
     mesh, tokens = implementation.tp_mesh, len(hidden_states)
     x, index, weights = hidden_states, top_k_index, top_k_weights
@@ -100,12 +108,12 @@ def compute_experts(
         return out
     shape = torch.Size((tokens, out.shape[1]))
     own = DTensor.from_local(out.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
-    whole: Tensor = own.full_tensor()
-    return whole
+    full: Tensor = own.full_tensor()
+    return full
 
 
 def _shard_tokens(tensor: Tensor, mesh: Any) -> Tensor:
-    """Return this rank's shard of a tensor that the ranks of a mesh replicate; its gradient is all-gathered."""
+    """Return this rank's shard of a replicated tensor; the shard's gradient is all-gathered."""
     sharded = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(
         mesh, [Shard(0)]
     )
@@ -114,7 +122,7 @@ def _shard_tokens(tensor: Tensor, mesh: Any) -> Tensor:
 
 
 def _make_factory(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, ExpertFactory]:
-    """Return the dtype of dispatched rows, None for that of the tokens, and the factory of the experts."""
+    """Return the dtype of dispatched rows (None for the tokens' dtype) and the factory of the experts."""
     forward = implementation.experts_forward
     experts = getattr(forward, "__self__", None)
     stacked = _find_stacked_weights(experts, forward) if isinstance(experts, nn.Module) else None
@@ -124,7 +132,7 @@ def _make_factory(implementation: Any, x: Tensor) -> tuple[torch.dtype | None, E
             IndexedExperts, function=functools.partial(_call_library_experts, forward)
         )
     weights, activation, is_grouped = stacked
-    # Autocast leaves grouped products alone: they are computed in the dtype of the weights.
+    # Autocast leaves grouped GEMMs alone: they run in the dtype of the weights.
     dtype = weights[0].dtype if is_grouped else autocast_dtype(x.device.type, x.dtype)
     return dtype, make_stacked_factory(weights, activation, dtype, STATE.config)
 
@@ -138,12 +146,13 @@ def _call_library_experts(forward: Callable[..., Tensor], rows: Tensor, experts:
 def _find_stacked_weights(
     experts: nn.Module, forward: Any
 ) -> tuple[tuple[Tensor, Tensor], Activation, bool] | None:
-    """Return weights and activation of experts that are two products of stacked weights, and whether they are grouped.
+    """Return the weights and the activation of experts that are two GEMMs, and whether these are grouped.
 
-    None for any other experts, and where a script has replaced a function of transformers.
+    The result is None for any other experts, and if a script has replaced a function of transformers.
     """
     from transformers.integrations import moe
 
+    # transformers' decorator of expert classes sets these attributes.
     facts = vars(experts)
     if forward.__func__.__code__ is not _decorated_forward() or facts.get("has_gate") is None:
         return None
@@ -174,6 +183,5 @@ def _decorated_forward() -> Any:
 
 
 def _find_nested_code(code: CodeType, name: str) -> CodeType | None:
-    return next(
-        (one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name), None
-    )
+    constants = (const for const in code.co_consts if isinstance(const, CodeType))
+    return next((const for const in constants if const.co_name == name), None)

@@ -1,6 +1,6 @@
-"""Expert-parallel layers, also as a ready module: from routed tokens to the weighted sum of experts' outputs.
+"""Expert-parallel layers, also as a ready module: from routed tokens to the weighted sum of outputs.
 
-The chunks of a layer are chosen by measurement where the options leave them open.
+If the options leave the chunks of a layer open, measurements choose them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ from ovpatch_plugins.pipe_experts.routing import (
 
 DEFAULT_CONFIG = MoEConfig()
 
-_SAME_LAYERS = (
-    "Give every rank and every token the same number of experts, every rank the same OVPATCH "
-    "variables and the same "
-    "`how`, and call ovpatch.apply() with the same arguments everywhere; OVPATCH_PIPE_EXPERTS=0 on "
-    "all ranks leaves "
-    "layers to stock."
+_REMEDY_SAME_LAYERS = (
+    "Give every rank and every token the same number of experts. Give every rank the same OVPATCH "
+    "variables and the same `how`, and call ovpatch.apply() with the same arguments everywhere, or "
+    "set OVPATCH_PIPE_EXPERTS=0 on all ranks, which leaves layers to torch."
 )
 
 
@@ -71,16 +69,18 @@ def expert_parallel_ffn(
         top_k_index: Their experts, numbered over all ranks, ``[tokens, k]``; -1 for none.
         top_k_weights: Weight of each expert's output, ``[tokens, k]``.
         weights: This rank's experts: ``[e, n, h]`` and ``[e, h, m]``.
-        activation: Between the two products, ``[rows, n]`` -> ``[rows, m]``.
+        activation: Between the two GEMMs, ``[rows, n]`` -> ``[rows, m]``.
         group: The ranks; each has ``e`` experts, numbered by rank. None for the default group.
-        config: How to compute.
+        config: The settings of the layer.
         shared_experts: Computes a summand, ``[tokens, h]``, while the first rows are in flight.
 
     Returns:
-        ``[tokens, h]``. Under autocast products are in its dtype; outputs are weighted and summed in that of ``x``.
+        ``[tokens, h]``. Under autocast, GEMMs are in its dtype; outputs are weighted and summed in the
+        dtype of ``x``.
 
     Raises:
-        ValueError: A token is routed to an expert that does not exist, or this rank is not in the group.
+        ValueError: A token is routed to an expert that does not exist, or this rank is not in the
+            group.
     """
     dtype = autocast_dtype(x.device.type, x.dtype)
     factory = make_stacked_factory(weights, activation, dtype, config)
@@ -102,8 +102,9 @@ def make_stacked_factory(
 ) -> StackedFactory:
     """Return the factory of experts with stacked weights, ``[e, n, h]`` and ``[e, h, m]``.
 
-    Products are in ``dtype``, by default in that of the weights.
+    GEMMs are in ``dtype``, by default in the dtype of the weights.
     """
+    # The cast is part of the graph, so gradients reach the weights in their own dtype.
     cast = [weight if dtype is None else weight.to(dtype) for weight in weights]
     return StackedFactory(cast, activation, config.delay_wgrad)
 
@@ -117,10 +118,10 @@ def run_experts(
     config: MoEConfig = DEFAULT_CONFIG,
     shared_experts: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Apply experts that are modules, such as those of an ``nn.ModuleList``, to the tokens routed to them.
+    """Apply experts that are modules, such as an ``nn.ModuleList``'s, to the tokens routed to them.
 
-    ``experts`` are this rank's, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many. The other arguments
-    and the result are those of :func:`expert_parallel_ffn`.
+    ``experts`` are this rank's experts, ``[rows, h]`` -> ``[rows, h]`` each; all ranks have equally many.
+    The remaining arguments and the result are as in :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(ModuleListExperts, modules=experts)
     return run_layer(
@@ -140,10 +141,10 @@ def run_grouped_experts(
 ) -> Tensor:
     """Apply experts that one function computes, such as torchtitan's, to the tokens routed to them.
 
-    Replaces a dispatcher's ``dispatch``, the experts, and its ``combine``. ``experts`` maps rows by expert, ``[rows,
-    h]``, and the number of rows of each of this rank's experts, ``[num_local_experts]``, to ``[rows, h]``. It is called
-    once per chunk; experts outside the chunk have no rows. The other arguments and the result are those of
-    :func:`expert_parallel_ffn`.
+    This replaces a dispatcher's ``dispatch``, the experts, and its ``combine``. ``experts`` maps rows by
+    expert, ``[rows, h]``, and the number of rows of each of this rank's experts,
+    ``[num_local_experts]``, to ``[rows, h]``. It is called once per chunk; experts outside the chunk
+    have no rows. The remaining arguments and the result are as in :func:`expert_parallel_ffn`.
     """
     factory = functools.partial(GroupedExperts, function=experts)
     return run_layer(
@@ -152,18 +153,21 @@ def run_grouped_experts(
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default group for None; ValueError if there is none, or if this rank is not in it."""
+    """Return the group, or the default group for None.
+
+    Raises:
+        ValueError: There is no default group, or this rank is not in the group.
+    """
     resolved = dist.group.WORLD if group is None else group
     if resolved is None:
         raise ValueError(
-            "there is no process group: call torch.distributed.init_process_group() first"
+            "ovpatch: there is no process group. Call torch.distributed.init_process_group() first."
         )
-    if (
-        dist.get_rank(resolved) < 0
-    ):  # also true of the placeholder that new_group() returns to other ranks
+    # This is also true of the placeholder that new_group() returns on ranks outside of a group.
+    if dist.get_rank(resolved) < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the group over which experts are shared: give it "
-            "the group that it is in"
+            f"ovpatch: rank {dist.get_rank()} is not in the group over which experts are shared. "
+            "Give the layer the group that this rank is in."
         )
     return resolved
 
@@ -192,10 +196,11 @@ def run_layer(
         )
     group = resolve_group(group)
     top_k, dtype = top_k_index.shape[1], dtype or x.dtype
+    # Ranks with other numbers would launch other collectives.
     terms = {"experts of a rank": num_local_experts, "experts of a token": top_k}
     key = (config, num_local_experts, top_k)
     check_consistent_once(
-        group, "pipe_experts", key, lambda: terms | asdict(config), remedy=_SAME_LAYERS
+        group, "pipe_experts", key, lambda: terms | asdict(config), remedy=_REMEDY_SAME_LAYERS
     )
     config = resolve_exchange(config, group, x.device)
     plans = get_plans(config, factory, group, num_local_experts, x, top_k, dtype)
@@ -211,22 +216,35 @@ def run_layer(
 
 # --- the plan of a layer, chosen by measurement ---
 
-MIN_ROWS: Final = 256  # of a rank; fewer rows take as long as their kernels' launches
+# A rank with fewer rows needs less time to compute them than to launch the kernels, so no plan is better.
+MIN_ROWS: Final = 256
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The key of a choice, beside the number of tokens; the same on all ranks."""
+    """The key of a choice, with the number of tokens; the same on all ranks.
 
-    config: MoEConfig  # how the layer is computed
-    ep_size: int  # number of ranks
-    num_local_experts: int  # number of experts of a rank
-    top_k: int  # experts of a token
-    hidden: int  # features of a token
-    wide: int  # output features of the first product
-    ffn: int  # input features of the second product
-    dtype: torch.dtype  # dtype of dispatched rows and products
-    device: torch.device  # device of the tokens
+    Attributes:
+        config: The settings of the layer.
+        ep_size: Number of ranks.
+        num_local_experts: Number of experts of a rank.
+        top_k: Number of experts of a token.
+        hidden: Number of features of a token.
+        wide: Number of output features of the first GEMM.
+        ffn: Number of input features of the second GEMM.
+        dtype: Dtype of dispatched rows and of GEMMs.
+        device: Device of the tokens.
+    """
+
+    config: MoEConfig
+    ep_size: int
+    num_local_experts: int
+    top_k: int
+    hidden: int
+    wide: int
+    ffn: int
+    dtype: torch.dtype
+    device: torch.device
 
     def describe(self, tokens: int) -> str:
         """Return the measured layer in words; also the key of the cache."""
@@ -243,32 +261,36 @@ class LayerShape:
     def estimate_bytes(self, tokens: int) -> int:
         """Return the peak memory of a call, forward and backward, with balanced routing, in bytes."""
         rows = tokens * self.top_k * (8 * self.hidden + 4 * (self.wide + self.ffn))
-        copies = (
-            2 if self.dtype.itemsize >= 4 else 4
-        )  # with gradients; chunks' sums are in float32, then rounded
+        # Weights have gradients. Sums over several low-precision chunks are in float32, then rounded.
+        copies = 2 if self.dtype.itemsize >= 4 else 4
         weights = copies * self.num_local_experts * self.hidden * (self.wide + self.ffn)
         return (rows + weights + 2 * tokens * self.hidden) * self.dtype.itemsize
 
 
 class MeasuredPlans(PlanCandidates):
-    """Plans of a layer; the fastest one is chosen.
+    """The plans of a layer, of which the fastest is chosen.
 
-    The exchange of counts tells all ranks the tokens of the rank that has the most; the choice is by that number,
-    rounded to a power of two. So a layer with varying tokens is measured a few times in all, and a recomputed
-    checkpoint gets the same plan. Measurements use random tokens and balanced routing, since the choice must not depend
-    on one rank's routing.
+    By the exchange of counts, all ranks know the number of tokens of the rank that has the most. The
+    choice is by that number, rounded to a power of two. So a layer with varying tokens is measured a
+    few times in all, and a recomputed checkpoint gets the same plan. Measurements use random tokens and
+    balanced routing, since the choice must not depend on one rank's routing.
     """
 
     def __init__(self, layer: LayerShape, fixed: ChunkPlan, activation: Activation) -> None:
-        self._layer, self._activation = layer, activation
+        self._layer = layer
+        self._activation = activation
         self._plans = list_candidates(
             layer.ep_size, layer.num_local_experts, layer.config.parts, layer.config.exchange
         )
+        # The name of the plan that is used if nothing can be measured.
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
+        # The chosen plans, by deterministic mode, whether gradients are on, and rounded tokens.
         self._chosen: dict[tuple[bool, bool, int], ChunkPlan] = {}
         plans = list(self._plans.values())
         self._uncut = plans[0]
         super().__init__(plans[0])
+        # The slices of each plan are unions of the slices of this plan, so counts by its slices serve
+        # all plans.
         self.finest = replace(
             self._uncut,
             token_chunks=math.lcm(*(plan.token_chunks for plan in plans)),
@@ -279,7 +301,9 @@ class MeasuredPlans(PlanCandidates):
         """See :meth:`PlanCandidates.choose_plan`."""
         if tokens * self._layer.top_k < MIN_ROWS:
             return self._uncut
+        # A power of two keeps the number of measurements small.
         rounded = 1 << round(math.log2(tokens))
+        # Deterministic algorithms may be slower, so they have their own choice.
         key = (torch.are_deterministic_algorithms_enabled(), trains, rounded)
         plan = self._chosen.get(key)
         if plan is None:
@@ -290,7 +314,10 @@ class MeasuredPlans(PlanCandidates):
         return plan
 
     def _tune(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> tuple[ChunkPlan, bool]:
-        """Choose for both directions: a checkpoint calls a layer without gradients, and recomputes it with them."""
+        """Choose for both directions and return the plan for one, and whether the choices are final.
+
+        A checkpoint calls a layer without gradients and recomputes it with gradients.
+        """
         layer = self._layer
         autotuner, choices = get_autotuner(group, layer.device, "pipe_experts", cache_dir()), []
         for backward, direction in ((False, "forward"), (True, "forward and backward")):
@@ -320,6 +347,7 @@ class MeasuredPlans(PlanCandidates):
             draw(layer.num_local_experts, layer.hidden, layer.ffn, scale=layer.ffn**-0.5),
         )
         chances = torch.rand(tokens, experts, generator=generator, device=layer.device)
+        # Distinct random experts for each token load all experts about equally.
         index = chances.topk(min(layer.top_k, experts), dim=-1).indices
         index = index.repeat(1, math.ceil(layer.top_k / experts))[:, : layer.top_k]
         grad = draw(tokens, layer.hidden).detach()
@@ -348,15 +376,24 @@ def get_plans(
 ) -> PlanCandidates:
     """Return the plan of a layer, or the plans to choose from.
 
-    Only experts with stacked weights are measured: the cost of others is not known. ``x`` are tokens ``[tokens, h]``,
-    with ``top_k`` experts of each; dispatched rows are in ``dtype``.
+    Only experts with stacked weights are measured, because the cost of other experts is unknown.
+
+    Args:
+        config: The settings of the layer.
+        factory: The factory of its experts.
+        group: The ranks.
+        num_local_experts: Number of experts of a rank.
+        x: Tokens, ``[tokens, h]``.
+        top_k: Number of experts of a token.
+        dtype: Dtype of dispatched rows.
     """
     ep_size = group.size()
     fixed = make_plan(ep_size, num_local_experts, config.cut, config.parts, config.exchange)
     if config.cut != "auto" or ep_size == 1 or not isinstance(factory, StackedFactory):
         return PlanCandidates(fixed)
     wide, ffn = factory.weights[0].shape[1], factory.weights[1].shape[2]
-    if wide not in (ffn, 2 * ffn):  # there is no activation of that width to measure with
+    # There is no activation of other widths to measure with.
+    if wide not in (ffn, 2 * ffn):
         return PlanCandidates(fixed)
     activation = nn.functional.silu if wide == ffn else swiglu
     layer = LayerShape(
@@ -373,23 +410,24 @@ def get_plans(
 class ExpertParallelFFN(nn.Module):
     """Feed-forward experts, spread over the ranks of a group.
 
-    Rank ``r`` of the group has experts ``r * e`` to ``r * e + e - 1``, in this order, however the layer is computed.
+    Rank ``r`` of the group has experts ``r * e`` to ``r * e + e - 1``, in this order, for all settings.
 
     Args:
         hidden: Features of a token, h.
-        ffn: Features between an expert's products.
+        ffn: Features between an expert's GEMMs.
         experts: Number of experts on all ranks.
         group: The ranks; None for the default group.
         activation: ``swiglu``, with a gate, or ``gelu``, ``relu`` or ``silu``, plain.
-        capacity_factor: An expert takes this many times its even share of one rank's tokens, and drops the others. None
-            to drop nothing.
+        capacity_factor: An expert takes this many times its even share of one rank's tokens, and drops
+            all later tokens. None to drop nothing.
         shared: Computed on all tokens, while the first rows are in flight, and added.
-        config: How to compute.
+        config: The settings of the layer. Default: ``MoEConfig()``.
         device: Device of the weights.
         dtype: Dtype of the weights.
 
     Raises:
-        ValueError: Experts that do not divide by the number of ranks, an unknown activation, a group without this rank.
+        ValueError: The experts do not divide by the number of ranks, the activation is unknown, or this
+            rank is not in the group.
     """
 
     def __init__(
@@ -411,23 +449,30 @@ class ExpertParallelFFN(nn.Module):
         ep_size = group.size()
         if experts % ep_size:
             raise ValueError(
-                f"{experts} experts cannot be shared evenly by {ep_size} ranks: choose a multiple"
+                f"ovpatch: {experts} experts cannot be shared evenly by {ep_size} ranks. Choose a "
+                "multiple of the number of ranks."
             )
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: choose one of {', '.join(ACTIVATIONS)}")
-        self.experts, self.activation, self.capacity_factor = experts, activation, capacity_factor
-        self.shared, self.config = shared, config or MoEConfig()
-        self.group_name = group.group_name  # a group cannot be copied or pickled with the module
+            raise ValueError(
+                f"ovpatch: activation={activation!r} is unknown. Choose one of "
+                f"{', '.join(ACTIVATIONS)}."
+            )
+        self.experts = experts
+        self.activation = activation
+        self.capacity_factor = capacity_factor
+        self.shared = shared
+        self.config = config or MoEConfig()
+        # The module keeps a name, because a group cannot be copied or pickled with it.
+        self.group_name = group.group_name
         local, wide = experts // ep_size, 2 * ffn if activation == "swiglu" else ffn
         # ``[e, n, h]``; n is ``ffn``, or twice that with a gate: gate first.
         self.up = nn.Parameter(torch.empty(local, wide, hidden, device=device, dtype=dtype))
-        self.down = nn.Parameter(
-            torch.empty(local, hidden, ffn, device=device, dtype=dtype)
-        )  # ``[e, h, ffn]``
+        # ``[e, h, ffn]``
+        self.down = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, as ``nn.Linear`` does; each rank from its own generator."""
+        """Draw new weights, as ``nn.Linear`` does; each rank draws from its own generator."""
         for weight in (self.up, self.down):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
@@ -440,6 +485,7 @@ class ExpertParallelFFN(nn.Module):
             top_k_index: Their experts, numbered over all ranks, ``[..., k]``; -1 for none.
             top_k_weights: ``[..., k]``.
         """
+        # All leading dimensions count as tokens.
         tokens, index = x.reshape(-1, x.shape[-1]), top_k_index.reshape(-1, top_k_index.shape[-1])
         if self.capacity_factor is not None:
             capacity = compute_capacity(
@@ -469,9 +515,9 @@ class ExpertParallelFFN(nn.Module):
             return distributed_c10d._resolve_process_group(self.group_name)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the process group '{self.group_name}', over which this layer's experts are "
-                "shared, does not exist "
-                "here: make it before the layer is copied or loaded, or make a new layer"
+                f"ovpatch: the process group '{self.group_name}', over which this layer's experts "
+                "are shared, does not exist here. Create it before the layer is copied or loaded, or "
+                "create a new layer."
             ) from error
 
     def extra_repr(self) -> str:

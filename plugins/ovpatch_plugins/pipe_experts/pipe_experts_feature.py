@@ -30,30 +30,30 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
         f"{_EP}.AllToAllEP.__call__",
         wrap=f"{_ATTACH}:wrap_call",
         optional=True,
-        why="dispatches, computes and combines an experts module's tokens, whatever the model; with the registry alone "
+        why="dispatches, computes and combines an experts module's tokens, for any model; with the registry alone "
         "scripts would have to name an implementation",
     )
     patches.register_patch(
         f"{_EP}.EpDispatchExpertsParallel.install_forward",
         wrap=f"{_ATTACH}:wrap_install",
         optional=True,
-        why="looks the implementation's name up; 'ovpatch' is registered before that",
+        why="looks up the implementation's name; 'ovpatch' is registered before that",
     )
 
 
 def activate(options: Mapping[str, Any]) -> None:
-    """Have layers compute by these options."""
-    STATE.on = True
+    """Let layers compute by these options."""
+    STATE.is_on = True
     STATE.config = MoEConfig(**options)
 
 
 def deactivate() -> None:
     """Leave all layers to their library."""
-    STATE.on = False
+    STATE.is_on = False
 
 
 def list_remarks() -> Sequence[str]:
-    """Return what was measured, what fell back, and why layers were left alone or not split."""
+    """Return the measurements, the fallbacks, and the reasons for layers that were not split."""
     return write_remarks(_EP)
 
 

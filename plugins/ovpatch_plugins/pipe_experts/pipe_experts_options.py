@@ -1,4 +1,4 @@
-"""Options of the feature, how a layer is computed by them, and whether the feature is on in this process."""
+"""Options of the feature, the settings of a layer, and whether the feature is on in this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 CUTS: Final = ("auto", "none", "experts", "tokens")
-"""How rows are cut into chunks: as measured, not at all, by groups of experts, by slices of the tokens."""
+"""Ways to cut rows into chunks: as measured, not at all, by groups of experts, by slices of the tokens."""
 
 EXCHANGES: Final = ("c10d", "symmetric", "auto")
-"""How rows travel: by torch.distributed's all-to-alls, over symmetric memory, as measured."""
+"""Ways to send rows: by torch.distributed's all-to-alls, over symmetric memory, as measured."""
 
 DEFAULT_EXCHANGE: Final = "c10d"
 
@@ -24,10 +24,9 @@ OPTIONS: Final = (
         "cut",
         "auto",
         "How a layer's rows are cut into chunks. experts: by groups of a rank's experts, so that "
-        "each weight is used "
-        "once. tokens: by slices of the batch. none: not at all. auto: the fastest of these for "
-        "the layer and its "
-        "number of tokens; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
+        "each weight is used once. tokens: by slices of the batch. none: not at all. auto: the "
+        "fastest of these for the layer and its number of tokens; all ranks measure it once and "
+        "keep it in OVPATCH_CACHE_DIR.",
         choices=CUTS,
     ),
     Option(
@@ -42,25 +41,23 @@ OPTIONS: Final = (
     Option(
         "delay_wgrad",
         True,
-        "Compute weight gradients after the launch of a chunk's all-to-all, where the feature "
+        "Compute weight gradients after the launch of a chunk's all-to-all, if the feature "
         "computes the experts.",
         aliases=("delay_wgrad_compute",),
     ),
     Option(
         "multi_stream",
         False,
-        "Send results back on a second communicator, so that they do not queue behind later "
+        "Send results back on a second communicator, so that they do not wait for later "
         "dispatches.",
         experimental=(True,),
     ),
     Option(
         "exchange",
         DEFAULT_EXCHANGE,
-        "How rows travel. c10d: by torch.distributed's all-to-alls. symmetric: by a kernel that "
-        "stores them into the "
-        "memory of the host's other GPUs; elsewhere it is an error. auto: the faster of the two, "
-        "where cut=auto "
-        "measures.",
+        "How rows are sent. c10d: by torch.distributed's all-to-alls. symmetric: by a kernel that "
+        "stores them into the memory of the host's other GPUs; elsewhere it is an error. auto: the "
+        "faster of the two, if cut=auto measures.",
         choices=EXCHANGES,
         experimental=("symmetric", "auto"),
     ),
@@ -69,21 +66,30 @@ OPTIONS: Final = (
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """How a layer is computed; the same on all ranks."""
+    """The settings of a layer, the same on all ranks.
 
-    cut: str = "auto"  # how rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.routing.make_plan`
-    parts: int = 0  # number of chunks; 0 for the default of ``cut``
-    delay_wgrad: bool = True  # compute weight gradients while a chunk's rows are on their way back
-    multi_stream: bool = False  # combine on a second communicator
-    exchange: str = DEFAULT_EXCHANGE  # how rows travel; one of EXCHANGES
+    Attributes:
+        cut: How rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.routing.make_plan`.
+        parts: Number of chunks; 0 for the default of ``cut``.
+        delay_wgrad: Whether weight gradients are computed while a chunk's rows are sent back.
+        multi_stream: Whether the combine has a second communicator.
+        exchange: How rows are sent; an element of ``EXCHANGES``.
+    """
+
+    cut: str = "auto"
+    parts: int = 0
+    delay_wgrad: bool = True
+    multi_stream: bool = False
+    exchange: str = DEFAULT_EXCHANGE
 
     def get_combine_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the communicator of the combine; all ranks of the group make it at its first use."""
+        """Return the communicator of the combine; its first use is a collective of the group."""
         if not self.multi_stream:
             return group
-        from ovpatch.overlap.comm.lifetimes import group_state  # loaded with the first layer
+        # Options are read without torch; this module is loaded with the first layer.
+        from ovpatch.overlap.comm.lifetimes import group_state
 
-        # Layers share it: each communicator takes memory on the device.
+        # Layers share the communicator, because each takes memory on the device.
         return group_state(group).get_or_create(
             ("way back",), lambda: make_communicator(group, "ovpatch way back")
         )
@@ -91,7 +97,8 @@ class MoEConfig:
 
 def make_communicator(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
     """Return a new communicator over the ranks of a group, which all call this."""
-    import torch.distributed as dist  # options are read without torch
+    # Options are read without torch.
+    import torch.distributed as dist
 
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
     made: dist.ProcessGroup = dist.new_group(
@@ -101,10 +108,15 @@ def make_communicator(group: dist.ProcessGroup, description: str) -> dist.Proces
 
 
 class FeatureState:
-    """The state that taken-over layers read at every call."""
+    """The state that patched layers read at every call.
 
-    on: bool = False  # whether the feature is on; if not, layers compute as stock does
-    config: MoEConfig = MoEConfig()  # how they are computed
+    Attributes:
+        is_on: Whether the feature is on. If not, layers compute as in stock PyTorch.
+        config: The settings of layers.
+    """
+
+    is_on: bool = False
+    config: MoEConfig = MoEConfig()
 
 
 STATE = FeatureState()

@@ -1,4 +1,4 @@
-"""Tokens to rows: the chunks of a layer, which rows are dispatched in which order, and the sum of those that return."""
+"""Tokens to rows: a layer's chunks, the order in which rows are dispatched, and the sum of returned rows."""
 
 from __future__ import annotations
 
@@ -24,25 +24,31 @@ DROPPED = -1
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_EXPERT_GROUPS: Final = 4
+# The numbers of chunks that ``auto`` measures.
 _MEASURED: Final = (2, 4, 8)
 
 
-# --- chunks: which there are, and how many rows each sends and receives ---
+# --- chunks, and how many rows each sends and receives ---
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
     """The chunks of a layer; the same on all ranks, since each chunk is a pair of collectives.
 
-    A plan depends on options and on facts that all ranks share, never on this rank's tokens. A chunk may have no rows.
+    A plan depends on options and on facts that all ranks share, never on this rank's tokens. A chunk may
+    have no rows.
+
+    Attributes:
+        ep_size: Number of ranks.
+        expert_groups: Ranges of local experts.
+        token_chunks: Number of slices of the tokens; each slice has a chunk for every group of experts.
+        symmetric: Whether rows are sent over symmetric memory.
     """
 
-    ep_size: int  # number of ranks
-    expert_groups: tuple[range, ...]  # ranges of local experts
-    token_chunks: int = (
-        1  # number of slices of the tokens; each slice has a chunk for every group of experts
-    )
-    symmetric: bool = False  # whether rows travel over symmetric memory
+    ep_size: int
+    expert_groups: tuple[range, ...]
+    token_chunks: int = 1
+    symmetric: bool = False
 
     @property
     def num_local_experts(self) -> int:
@@ -60,7 +66,7 @@ class ChunkPlan:
         return [(i, group) for i in range(self.token_chunks) for group in self.expert_groups]
 
     def compute_positions(self) -> list[int]:
-        """Return each expert's position in the send order of a slice of tokens: by expert group, then by rank."""
+        """Return each expert's position in the send order of a slice: by expert group, then by rank."""
         local = self.num_local_experts
         order = [
             rank * local + i
@@ -75,16 +81,25 @@ class ChunkPlan:
 
 
 class PlanCandidates:
-    """One or more plans; one is chosen once all ranks know the number of tokens."""
+    """One or more plans, of which one is chosen once all ranks know the number of tokens.
+
+    Attributes:
+        expected: The plan that is probably chosen. Ranks may expect different plans.
+        finest: A plan whose slices of tokens are parts of every plan's slices. It is symmetric if any
+            plan is.
+    """
 
     def __init__(self, plan: ChunkPlan) -> None:
-        self.expected = plan  # the plan that is probably chosen; ranks may expect different ones
-        self.finest = plan  # its slices of tokens are parts of every plan's, and it is symmetric if any plan is
+        self.expected = plan
+        self.finest = plan
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """Return a plan, the same on all ranks, which all call this.
 
-        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
+        Args:
+            group: The ranks.
+            tokens: The tokens of the rank that has the most.
+            trains: Whether gradients are on at that rank.
         """
         return self.expected
 
@@ -95,20 +110,30 @@ def make_plan(
 ) -> ChunkPlan:
     """Return the plan of a layer on ``ep_size`` ranks.
 
-    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows. Slices of tokens use
-    every weight in every chunk. ``cut`` is one of :data:`.options.CUTS`; ``auto`` without measurement is ``none``,
-    since a chunk costs the host more than it hides unless layers are large. ``parts`` is the number of chunks, 0 for
-    the default of ``cut``; there are never more groups than experts. ``exchange`` is one of :data:`.options.EXCHANGES`;
-    ``auto`` without measurement is ``c10d``. ValueError for an unknown name or a negative number.
+    Groups of experts use each weight once, and a group of one expert needs no sorting of its rows.
+    Slices of tokens use every weight in every chunk.
+
+    Args:
+        ep_size: Number of ranks.
+        num_local_experts: Number of experts of a rank.
+        cut: An element of :data:`.pipe_experts_options.CUTS`. ``auto`` without measurement is ``none``,
+            since a chunk costs the host more than it hides unless layers are large.
+        parts: Number of chunks, 0 for the default of ``cut``. There are never more groups than experts.
+        exchange: An element of :data:`.pipe_experts_options.EXCHANGES`. ``auto`` without measurement is
+            ``c10d``.
+
+    Raises:
+        ValueError: An unknown name or a negative number.
     """
     if cut not in CUTS:
-        raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
+        raise ValueError(f"ovpatch: cut={cut!r} is unknown. Choose one of {', '.join(CUTS)}.")
     if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r}: choose one of {', '.join(EXCHANGES)}")
+        raise ValueError(
+            f"ovpatch: exchange={exchange!r} is unknown. Choose one of {', '.join(EXCHANGES)}."
+        )
     if parts < 0:
         raise ValueError(
-            f"parts={parts}: expected a number of parts. Give one, or 0 for what the cut thinks "
-            "best"
+            f"ovpatch: parts={parts} is negative. Give a number of parts, or 0 for the default of the cut."
         )
     symmetric = exchange == "symmetric" and ep_size > 1
     if cut == "tokens":
@@ -124,7 +149,7 @@ def list_candidates(
 ) -> dict[str, ChunkPlan]:
     """Return the plans to choose from, each once, by name; the uncut one comes first.
 
-    ``parts`` is the number of chunks, 0 for 2, 4 and 8; the exchange ``auto`` stands for either way.
+    ``parts`` is the number of chunks, 0 for 2, 4 and 8. The exchange ``auto`` lists plans of both ways.
     """
     names: dict[ChunkPlan, str] = {}
     for way in ("c10d", "symmetric") if exchange == "auto" else (exchange,):
@@ -142,18 +167,22 @@ def list_candidates(
 @functools.lru_cache(maxsize=64)
 def get_positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
     """Return :meth:`ChunkPlan.compute_positions` as a tensor on a device, ``[experts]``."""
+    # A cache outlives the modes of the script that made its first entry.
     with outside_modes():
         return torch.tensor(plan.compute_positions(), dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Numbers of rows in one call of a layer on one rank."""
+    """Numbers of rows in one call of a layer on one rank.
 
-    input_splits: list[list[int]]  # rows that this rank dispatches, ``[chunk][rank]``
-    expert_splits: list[
-        list[list[int]]
-    ]  # rows that arrive here, ``[chunk][rank][expert of the chunk's group]``
+    Attributes:
+        input_splits: Rows that this rank dispatches, ``[chunk][rank]``.
+        expert_splits: Rows that this rank receives, ``[chunk][rank][expert of the chunk's group]``.
+    """
+
+    input_splits: list[list[int]]
+    expert_splits: list[list[list[int]]]
 
     @classmethod
     def from_counts(
@@ -175,11 +204,11 @@ class Splits:
         )
 
     def output_splits(self, chunk: int) -> list[int]:
-        """Return how many rows of a chunk each rank dispatches to this one."""
+        """Return the number of rows of a chunk that each rank dispatches to this rank."""
         return [sum(by_expert) for by_expert in self.expert_splits[chunk]]
 
     def chunk_sizes(self) -> list[int]:
-        """Return how many rows this rank dispatches in each chunk."""
+        """Return the number of rows that this rank dispatches in each chunk."""
         return [sum(by_rank) for by_rank in self.input_splits]
 
 
@@ -187,17 +216,18 @@ class Splits:
 
 
 def compute_capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Return how many tokens of one rank an expert takes: ``factor`` times its even share, rounded up."""
+    """Return the number of one rank's tokens that an expert takes: ``factor`` times its share, rounded up."""
     return ceil(factor * tokens * top_k / experts)
 
 
 def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return the experts of slots, ``[tokens, k]``; each expert keeps its first ``capacity`` tokens of this rank.
+    """Return the experts of slots, ``[tokens, k]``, with :data:`DROPPED` for no expert.
 
-    :data:`DROPPED` stands for no expert.
+    Each expert keeps its first ``capacity`` tokens of this rank.
     """
     chosen = top_k_index.reshape(-1)
     keys = chosen.where(chosen >= 0, experts)
+    # A stable sort keeps the order of tokens, so that the first tokens of an expert stay.
     ordered, order = keys.sort(stable=True)
     starts = torch.searchsorted(
         ordered, torch.arange(experts + 1, dtype=torch.int64, device=chosen.device)
@@ -211,14 +241,21 @@ def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tens
 class Route:
     """The rows of one call of a layer.
 
-    On GPUs one Triton kernel weights rows and sums them, with one rounding; torch's operations write each row several
-    times. They are used where Triton cannot compile.
+    On GPUs one Triton kernel weights rows and sums them, with one rounding. If Triton cannot compile,
+    torch's operations do so; they write each row several times.
+
+    Attributes:
+        order: Slots, ``token * k + i``, in the order of their dispatch, ``[rows]``.
+        slots: Number of slots, ``tokens * k``; dropped slots are not in ``order``.
+        top_k: Number of slots of a token, k.
+        splits: Rows by chunk, rank and expert.
+        plan: The chunks.
     """
 
-    order: Tensor  # slots, ``token * k + i``, in the order of their dispatch, ``[rows]``
-    slots: int  # number of slots, ``tokens * k``; dropped ones are not in ``order``
-    top_k: int  # slots of a token, k
-    splits: Splits  # rows by chunk, rank and expert
+    order: Tensor
+    slots: int
+    top_k: int
+    splits: Splits
     plan: ChunkPlan
 
     def gather_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -314,12 +351,21 @@ def route_tokens(
     group: dist.ProcessGroup,
     transport: AllToAllTransport | None = None,
 ) -> Route:
-    """Exchange the numbers of rows with the other ranks, and choose the plan. The host waits for the counts, once.
+    """Exchange the numbers of rows with peers and choose the plan; the host waits for the counts, once.
 
-    ``top_k_index`` has the expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for
-    none. The choice may depend on the counts, so these are exchanged as finely as any plan needs, by the transport or
-    by c10d's all-to-all. Slots are sorted meanwhile for the expected plan, and once more only if another one is chosen.
-    ValueError, on all ranks, if a token is routed to an expert that does not exist.
+    The choice may depend on the counts, so ranks exchange them as finely as any plan needs. Slots are
+    sorted for the expected plan while the counts are in flight, and again only if another plan is
+    chosen.
+
+    Args:
+        top_k_index: The expert of each slot, numbered over all ranks by rank, ``[tokens, k]``;
+            :data:`DROPPED` for none.
+        plans: The plans to choose from.
+        group: The ranks.
+        transport: Sends the counts. Default: c10d's all-to-all.
+
+    Raises:
+        ValueError: A token is routed to an expert that does not exist; raised on all ranks.
     """
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected
@@ -328,13 +374,14 @@ def route_tokens(
         chosen, plans.finest, tokens, transport or CollectiveAllToAll(group)
     )
     _check_experts(arriving, expected)
+    # The last column has twice the rank's tokens, plus 1 if gradients are on there.
     most, trains = divmod(int(arriving[:, -1].max()), 2)
     plan = plans.choose_plan(group, most, bool(trains))
     if plan != expected:
         order = _sort_slots(chosen, plan, tokens)
     shape = plan.ep_size, plan.token_chunks, -1, plan.num_local_experts
     splits = Splits.from_counts(
-        plan, *[one[:, :-2].view(shape).sum(dim=2).tolist() for one in (sent, arriving)]
+        plan, *[counts[:, :-2].view(shape).sum(dim=2).tolist() for counts in (sent, arriving)]
     )
     return Route(order[: sum(splits.chunk_sizes())], tokens * top_k, top_k, splits, plan)
 
@@ -344,6 +391,7 @@ def _sort_slots(chosen: Tensor, plan: ChunkPlan, tokens: int) -> Tensor:
     position = chosen
     if len(plan.expert_groups) > 1:
         position = get_positions_on(plan, chosen.device)[chosen.clamp(0, plan.num_experts - 1)]
+    # Slots are sorted by slice of tokens, then by expert group, rank and expert.
     position = position + _token_slice(chosen, plan.token_chunks, tokens) * plan.num_experts
     return position.masked_fill(chosen < 0, plan.token_chunks * plan.num_experts).argsort(
         stable=True
@@ -363,22 +411,25 @@ def _exchange_counts(
 ) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows to and from each rank, ``[rank, slice * local expert]``, on the host.
 
-    Two more columns follow: an expert that does not exist, or 0; and twice the rank's tokens, plus 1 if gradients are
-    on there.
+    Two more columns follow. The first has an expert that does not exist, or 0. The second has twice the
+    rank's tokens, plus 1 if gradients are on there.
     """
     experts, ep_size = plan.num_experts, plan.ep_size
     bins = plan.token_chunks * experts
     keys = chosen + _token_slice(chosen, plan.token_chunks, tokens) * experts
+    # Dropped slots are counted in an extra bin, which is not sent. The clamp keeps invalid experts
+    # inside of the counts.
     keys = keys.masked_fill(chosen < 0, bins).clamp(max=bins)
     counts = torch.zeros(bins + 1, dtype=torch.long, device=chosen.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))
     by_rank = counts[:bins].view(plan.token_chunks, ep_size, plan.num_local_experts).transpose(0, 1)
     mode = chosen.new_full((1,), 2 * tokens + torch.is_grad_enabled())
-    # The invalid expert travels along so that all ranks raise.
+    # Peers also receive the invalid expert, so that all ranks raise.
     more = [fact.expand(ep_size, 1) for fact in (_find_invalid_expert(chosen, experts), mode)]
     sent = torch.cat([by_rank.reshape(ep_size, -1), *more], dim=1)
     arriving = torch.empty_like(sent)
     transport.start_transfer(arriving, sent, [1] * ep_size, [1] * ep_size).wait()
+    # One copy to the host, because each copy waits for the device.
     on_host = torch.stack([sent, arriving]).cpu()
     return on_host[0], on_host[1]
 
@@ -387,11 +438,10 @@ def _check_experts(arriving: Tensor, plan: ChunkPlan) -> None:
     for rank, expert in enumerate(arriving[:, -2].tolist()):
         if expert:
             raise ValueError(
-                f"rank {rank} of the group routes a token to expert {expert}, but {plan.ep_size} "
-                "ranks with "
-                f"{plan.num_local_experts} experts each have {plan.num_experts}: route to 0 to "
-                f"{plan.num_experts - 1}, "
-                f"or {DROPPED} for none"
+                f"ovpatch: rank {rank} of the group routes a token to expert {expert}, but "
+                f"{plan.ep_size} ranks with {plan.num_local_experts} experts each have "
+                f"{plan.num_experts}. Give the layer as many experts as the router has, or route to 0 "
+                f"to {plan.num_experts - 1}, or {DROPPED} for none."
             )
 
 
@@ -399,5 +449,6 @@ def _find_invalid_expert(chosen: Tensor, experts: int) -> Tensor:
     """Return an expert that does not exist, or 0 if all do, ``[1]``."""
     if not len(chosen):
         return chosen.new_zeros(1)
+    # The check stays on the device; the host reads its result with the counts.
     low, high = chosen.aminmax()
     return torch.where(high >= experts, high, torch.where(low < DROPPED, low, 0)).view(1)

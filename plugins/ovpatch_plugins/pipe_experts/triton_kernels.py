@@ -1,13 +1,16 @@
-"""Triton kernels that sum a token's rows, and that send rows over symmetric memory; imported where there is Triton.
+"""Triton kernels that sum a token's rows, and that send rows over symmetric memory.
 
-Each kernel that sums reads a row once and writes its result once. torch's own operations scatter the rows by token,
-weight them in a second pass, and sum them in a third.
+Modules import this one only if Triton can be imported.
 
-The kernel that sends: a program is a channel. It stores its units of rows into the other ranks' memory, and fetches the
-units that the programs of its number store into this rank's. Each pair of ranks has a ring of slots per channel, so
-memory does not depend on the number of rows. Units are numbered from call to call, and a slot is reused once its reader
-has signalled the number of the unit in it. Nothing is reset, and ranks need not know each other's addresses of rows:
-the numbers depend only on how many rows go between a pair, which both ends know.
+Each kernel that sums reads a row once and writes its result once. torch's own operations scatter the
+rows by token, weight them in a second pass, and sum them in a third.
+
+In the kernel that sends, a program is a channel. It stores its units of rows into its peers' memory. It
+also fetches the units that the programs of its number store into this rank's memory. Each pair of ranks
+has a ring of slots per channel, so memory does not depend on the number of rows. Units are numbered from
+call to call. A slot is reused once its reader has signalled the number of the unit in it. Nothing is
+reset, and ranks need not know each other's addresses of rows: the numbers depend only on how many rows
+go between a pair, which both ends know.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch import Tensor
 
 from ovpatch.overlap.kernels.workspace_kernels import RANKS, signals_of, wait_for
 
-_BLOCK = 1024  # features per program and pass
+# The number of features per program and pass.
+_BLOCK = 1024
 
 
 @triton.jit
@@ -33,6 +37,7 @@ def weighted_sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(K):
         row = tl.load(row_of_slot + token * K + slot)
+        # A dropped slot has row -1, and loads nothing.
         held = columns < tl.where(row >= 0, features, 0)
         value = tl.load(rows + row * features + columns, mask=held, other=0.0).to(tl.float32)
         if weights is not None:
@@ -79,14 +84,19 @@ def weighted_sum(
 ) -> Tensor:
     """Return each token's sum of its contiguous rows: ``[rows, h]``, ``[tokens, k]`` -> ``[tokens, h]``.
 
-    Weights are 1 by default. ``row_of_slot`` has the row of each slot, ``[tokens * k]`` of int64, -1 for none. Sums are
-    in float32, and rounded to ``dtype``.
+    Args:
+        rows: ``[rows, h]``, contiguous.
+        weights: ``[tokens, k]``. Default: 1 for each row.
+        row_of_slot: The row of each slot, ``[tokens * k]`` of int64; -1 for none.
+        top_k: Number of slots of a token.
+        dtype: Dtype of the result; sums are in float32 and rounded at the end.
     """
     features = rows.shape[1]
     out = rows.new_empty((len(row_of_slot) // top_k, features), dtype=dtype)
     if out.numel():
         grid = len(out), triton.cdiv(features, _BLOCK)
-        with torch.cuda.device_of(rows):  # Triton launches on the current one
+        # Triton launches on the current device.
+        with torch.cuda.device_of(rows):
             weighted_sum_kernel[grid](rows, weights, row_of_slot, out, features, top_k, _BLOCK)
     return out
 
@@ -100,9 +110,15 @@ def weighted_sum_backward(
     rows_grad: bool,
     weights_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of rows ``[rows, h]`` and of weights ``[tokens, k]`` that are needed; all are contiguous.
+    """Return the gradients of rows and of weights that are needed.
 
-    ``order`` has the slot of each row, ``[rows]`` of int64; ``grad`` is that of the sums, ``[tokens, h]``.
+    Args:
+        rows: ``[rows, h]``; all tensors are contiguous.
+        weights: ``[tokens, k]``.
+        order: The slot of each row, ``[rows]`` of int64.
+        grad: The gradient of the sums, ``[tokens, h]``.
+        rows_grad: Whether the gradient of ``rows`` is needed.
+        weights_grad: Whether the gradient of ``weights`` is needed.
     """
     drows = torch.empty_like(rows) if rows_grad else None
     dweights = torch.zeros_like(weights) if weights_grad else None
@@ -117,9 +133,8 @@ MAX_CHANNELS = tl.constexpr(32)
 # Offsets in a rank's signals and in its state: the units that a rank has stored here, and has fetched from here.
 STORED = tl.constexpr(0)
 FETCHED = tl.constexpr(MAX_CHANNELS.value * RANKS.value)
-HEADER = tl.constexpr(
-    8 * 2 * MAX_CHANNELS.value * RANKS.value
-)  # bytes of signals in front of the rings
+# The bytes of signals before the rings.
+HEADER = tl.constexpr(8 * 2 * MAX_CHANNELS.value * RANKS.value)
 
 
 @triton.jit
@@ -142,7 +157,7 @@ def _rows_before(rank, counts, WORLD: tl.constexpr):
 
 @triton.jit
 def _unit_size(words, CHANNELS: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the number of words of a unit; few words are spread over the channels, too."""
+    """Return the number of words of a unit; few words are spread over the channels as well."""
     return tl.minimum(tl.maximum(tl.cdiv(tl.cdiv(words, CHANNELS), BLOCK), 1) * BLOCK, SLOT)
 
 
@@ -200,26 +215,29 @@ def symm_all_to_all_kernel(
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Send rows to the other ranks, and fetch theirs; a rank's rows to itself are left alone.
+    """Send rows to peers and fetch theirs; the kernel leaves a rank's rows to itself alone.
 
-    [Note: level by level] This kernel waits for kernels that run at the same time: a program waits for those of its own
-    number on other ranks. At level ``l`` it stores its units ``l`` and fetches those of level ``l - 1``. A fetched unit
-    was stored at the level before; a stored one takes the slot of a unit fetched at an earlier level, since a ring has
-    two slots or more. So the programs of a number that are at the lowest level never wait: some rank always goes on,
-    even if a device has room for a single program at a time.
+    [Note: level by level] This kernel waits for kernels that run at the same time: a program waits for
+    the programs of its number on peers. At level ``l`` it stores its units ``l`` and fetches units
+    ``l - 1``. A unit to fetch was stored at the level before. A unit to store takes the slot of a unit
+    that was fetched at an earlier level, since a ring has two slots or more. So the programs of a number
+    that are at the lowest level never wait. Some rank always continues, even if a device has room for a
+    single program at a time.
 
-    - ``rows`` to send and memory ``out`` for received ones, by rank, in words; a row has ``width`` words.
+    - ``rows`` to send and memory ``out`` for received rows, by rank, in words; a row has ``width`` words.
     - ``s<n>``, ``r<n>``: numbers of rows to and from rank n.
-    - ``peers``: addresses of all ranks' symmetric memory. ``state``: numbers of units so far, to and from each rank;
-      local to this rank.
-    - ``CHANNELS`` programs have rings of ``DEPTH`` slots, 2 or more, of ``SLOT`` words, a multiple of ``BLOCK``, the
-      words moved at a time.
+    - ``peers``: addresses of all ranks' symmetric memory. ``state``: numbers of units so far, to and
+      from each rank; local to this rank.
+    - ``CHANNELS`` programs have rings of ``DEPTH`` slots, 2 or more, of ``SLOT`` words. ``SLOT`` is a
+      multiple of ``BLOCK``, the words moved at a time.
     - ``ALIGNED``: whether rows and memory start at multiples of 16 bytes.
     """
     sending, receiving = (s0, s1, s2, s3, s4, s5, s6, s7), (r0, r1, r2, r3, r4, r5, r6, r7)
     channel = tl.program_id(0)
-    own = channel * RANKS  # offset of this channel's numbers
+    # The offset of this channel's numbers.
+    own = channel * RANKS
     signals, wide, block = signals_of(peers, rank), tl.cast(width, tl.int64), tl.arange(0, BLOCK)
+    # The number of levels: units to store, and one level more than units to fetch.
     levels = tl.cast(0, tl.int64)
     for step in range(1, WORLD):
         to, source = (rank + step) % WORLD, (rank + WORLD - step) % WORLD
@@ -240,10 +258,10 @@ def symm_all_to_all_kernel(
                 tl.int32
             )
             number = tl.load(state + STORED + own + to) + level
-            other = tl.load(state + FETCHED + own + source) + level - 1
+            expected = tl.load(state + FETCHED + own + source) + level - 1
             theirs = _slot_address(peers, to, rank, channel, number, rows, WORLD, SLOT, DEPTH)
             ours = _slot_address(
-                peers, rank, source, channel, tl.maximum(other, 0), out, WORLD, SLOT, DEPTH
+                peers, rank, source, channel, tl.maximum(expected, 0), out, WORLD, SLOT, DEPTH
             )
             leaving = rows + (
                 _rows_before(to, sending, WORLD) * wide
@@ -251,26 +269,27 @@ def symm_all_to_all_kernel(
             )
             put = _unit_start(received, channel, level - 1, CHANNELS, SLOT, BLOCK)
             coming = out + (_rows_before(source, receiving, WORLD) * wide + put)
-            if ALIGNED:  # here: hints inside a called function are lost
+            # The hints must be here: Triton loses hints inside of a called function.
+            if ALIGNED:
                 leaving, coming = tl.multiple_of(leaving, 16), tl.multiple_of(coming, 16)
                 stored, fetched = tl.multiple_of(stored, 4), tl.multiple_of(fetched, 4)
             if stored > 0:
                 wait_for(signals + FETCHED + own + to, number + 1 - DEPTH)
             if fetched > 0:
-                wait_for(signals + STORED + own + source, other + 1)
+                wait_for(signals + STORED + own + source, expected + 1)
+            # The first words of both directions, before the loop that always loads one step ahead.
             leaves = tl.load(leaving + block, block < stored)
-            comes = tl.load(
-                ours + block, block < fetched, cache_modifier=".cg"
-            )  # past L1: other ranks store to slots
+            # These loads bypass the L1 cache, because peers store to the slots.
+            comes = tl.load(ours + block, block < fetched, cache_modifier=".cg")
             for first in range(0, tl.maximum(stored, fetched), BLOCK):
                 here, ahead = first + block, first + BLOCK + block
-                next_leaves = tl.load(
-                    leaving + ahead, ahead < stored
-                )  # in flight while these are stored
+                # The next words are in flight while the kernel stores the current ones.
+                next_leaves = tl.load(leaving + ahead, ahead < stored)
                 next_comes = tl.load(ours + ahead, ahead < fetched, cache_modifier=".cg")
                 tl.store(theirs + here, leaves, here < stored)
                 tl.store(coming + here, comes, here < fetched)
                 leaves, comes = next_leaves, next_comes
+            # All threads of the program must have stored their words before the signal.
             tl.debug_barrier()
             if stored > 0:
                 tl.atomic_xchg(
@@ -282,7 +301,7 @@ def symm_all_to_all_kernel(
             if fetched > 0:
                 tl.atomic_xchg(
                     signals_of(peers, source) + FETCHED + own + rank,
-                    other + 1,
+                    expected + 1,
                     sem="release",
                     scope="sys",
                 )
@@ -292,5 +311,6 @@ def symm_all_to_all_kernel(
         fetched = _count_units(
             _count_of(source, receiving, WORLD) * wide, channel, CHANNELS, SLOT, BLOCK
         )
+        # The next call continues the numbering of units.
         tl.store(state + STORED + own + to, tl.load(state + STORED + own + to) + stored)
         tl.store(state + FETCHED + own + source, tl.load(state + FETCHED + own + source) + fetched)

@@ -13,7 +13,7 @@ __all__ = ["CutError", "attach_optimizer", "cut"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is public when it is first used: the feature's package is imported without torch."""
+    """Import a public name when it is first used, because the feature's package is imported without torch."""
     if name == "cut":
         from ovpatch_plugins.pipeline.cutting.cut_schedule import cut
 

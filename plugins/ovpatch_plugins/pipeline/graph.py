@@ -1,4 +1,4 @@
-"""The graph that autograd keeps behind tensors."""
+"""The autograd graph that leads to tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _REENTRANT: Final = "CheckpointFunctionBackward"
 
 
 def walk_graph(outputs: Sequence[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
-    """Return the nodes behind tensors and the leaves that they lead to, by id."""
+    """Return the nodes of the graph that leads to tensors, and its leaves by id."""
     seen: set[Any] = {None}
     nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
     leaves: dict[int, Tensor] = {
-        id(one): one for one in outputs if one.grad_fn is None and one.requires_grad
+        id(output): output for output in outputs if output.grad_fn is None and output.requires_grad
     }
     while nodes:
         node = nodes.pop()
@@ -32,10 +32,13 @@ def walk_graph(outputs: Sequence[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
 
 
 def find_readers(outputs: Sequence[Tensor]) -> tuple[dict[int, set[Any]], bool]:
-    """Return the nodes that read each leaf of the graph of some tensors, by the leaf's id.
+    """Find the nodes that read each leaf of the graph of some tensors.
 
-    A leaf that is transposed, or cast by autocast, is read by what reads that; one of the tensors, also by the caller,
-    for which None stands. Also returns whether that is all, as no reentrant checkpoint hides a part.
+    If a leaf is transposed, or cast by autocast, the readers of the result count as its readers. The caller reads the
+    tensors themselves, and None represents the caller.
+
+    Returns:
+        The readers by the leaf's id, and whether they are complete: a reentrant checkpoint hides a part of the graph.
     """
     nodes, leaves = walk_graph(outputs)
     parents: defaultdict[Any, set[Any]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Attaches the engine to schedules, as all ranks of a pipeline agree."""
+"""The attachment of the engine to schedules, on which all ranks of a pipeline agree."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import (
 )
 
 BIDIRECTIONAL: Final = "ScheduleBidirectional"
-"""The class of schedules in two directions, which torch does not have."""
+"""The class of schedules in two directions, which torch lacks."""
 
 # The key of a schedule's attachment.
 _ATTACHED: Final = "pipeline: attached"
+# The names of the orders of torch's classes with one stage per rank.
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 # Classes that bring their own order, so that schedule=auto may replace it. Other orders are the script's choice.
 _REPLACEABLE: Final = (
@@ -79,17 +80,16 @@ _REPLACEABLE: Final = (
 
 _REASON_UNREDUCED: Final = (
     "torch computes the first step of stages in "
-    "DistributedDataParallel(find_unused_parameters=True or "
-    "static_graph=True), and its own step of this class does not reduce all gradients, so that "
-    "replicas differ from "
-    "then on. Turn these options off, or wrap stages in FSDP2 or replicate()"
+    "DistributedDataParallel(find_unused_parameters=True or static_graph=True), and its own step of "
+    "this class does not reduce all gradients, so that replicas differ afterwards. Turn these "
+    "options off, or wrap stages in FSDP2 or replicate()"
 )
 
 _log = logging.getLogger("ovpatch.pipeline")
 
 
 class StepController(Protocol):
-    """Acts before and after the steps of a schedule until it is done.
+    """An object that acts before and after the steps of a schedule until it is done.
 
     Attributes:
         may_change_order: Whether it may replace the order.
@@ -99,7 +99,7 @@ class StepController(Protocol):
 
     @property
     def next_controller(self) -> StepController | None:
-        """The controller of the next step: this one, until it is done."""
+        """The controller of the next step: this controller, until it is done."""
 
     def before_step(self, inputs: StepInputs) -> bool:
         """Act before a step; return whether stock PyTorch computes it."""
@@ -126,7 +126,7 @@ class AttachedSchedule:
 
 
 class SchedulePatches:
-    """The patches of ``_step_microbatches``, made for one set of options.
+    """The patches of ``_step_microbatches`` for one set of options.
 
     Args:
         options: Resolved options of the feature.
@@ -143,8 +143,10 @@ class SchedulePatches:
         @functools.wraps(original)
         def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
             run_stock = functools.partial(original, self, *args, **kwargs)
+            # The two parts of a bidirectional schedule run in torch. The engine runs that schedule as one.
             if getattr(self, "runs_stock", False):
                 return run_stock()
+            # The engine runs steps with a backward alone. Torch runs evaluations.
             attached = _find_attached(self, owner, options) if self._has_backward else None
             if attached is None or attached.engine is None:
                 return _run_stock(self, run_stock)
@@ -159,7 +161,7 @@ def _find_attached(schedule: Any, owner: str, options: Mapping[str, Any]) -> Att
     values = attached_values(schedule)
     facts = _read_facts(schedule, owner)
     attached: AttachedSchedule | None = values.get(_ATTACHED)
-    # By identity: a script's module may define its own equality.
+    # Facts are compared by identity, because a script's module may define equality.
     if attached is None or [id(fact) for fact in facts] != [id(fact) for fact in attached.facts]:
         with note_failures("pipeline", f"preparing {type(schedule).__name__}"):
             attached = values[_ATTACHED] = attach_schedule(schedule, owner, options, facts)
@@ -176,6 +178,7 @@ def _read_facts(schedule: Any, owner: str) -> tuple[Any, ...]:
             or getattr(schedule, "pipeline_order", None)
             or {}
         )
+        # A script may replace the order of a schedule between steps.
         own = orders.get(getattr(schedule, "rank", None))
     has_custom_functions = bool(getattr(schedule, "_comp_type_to_function_map", None))
     return (
@@ -192,17 +195,18 @@ def _run_step(
     given: Mapping[str, Any],
     run_stock: Callable[[], Any],
 ) -> Any:
-    """Run the microbatches of a step that the engine has.
+    """Run the microbatches of a step by the attached engine.
 
     Args:
         schedule: The schedule.
         attached: Its engine.
         given: The arguments of ``_step_microbatches``.
-        run_stock: Runs them as torch does.
+        run_stock: Runs them in torch.
     """
     first_step, engine, controller = attached.first_step, attached.engine, attached.controller
     assert engine is not None
     assert first_step is not None
+    # The engine runs all later steps, even if the first step failed.
     is_stock = first_step.is_stock and not first_step.has_begun
     if is_stock:
         _release_buffers(schedule)
@@ -220,6 +224,7 @@ def _run_step(
             engine.run_step(inputs)
         controller.after_step()
     finally:
+        # A controller may also be done before a step that fails.
         attached.controller = controller.next_controller
     return None
 
@@ -227,10 +232,10 @@ def _run_step(
 def _prepare_inputs(
     schedule: Any, attached: AttachedSchedule, given: Mapping[str, Any], *, is_stock: bool
 ) -> StepInputs:
-    """Check the inputs and initialize the stages, as torch's step does first.
+    """Check the inputs and initialize the stages, as torch's step does before anything else.
 
     Raises:
-        Exception: The stages are not initialized, because this rank or another one failed.
+        Exception: The stages are not initialized, because this rank or a peer failed.
     """
     losses, targets, loss_kwargs = given["losses"], given["target_mbs"], given.get("loss_kwargs")
     make = functools.partial(
@@ -260,6 +265,8 @@ def _prepare_inputs(
             schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs
         )
 
+    # The order of a later step may have Ws that this order does not have, so stages
+    # prepare for both.
     may_change = attached.controller is not None and attached.controller.may_change_order
     end = functools.partial(engine.end_inference, may_change=may_change)
     first_step.infer_shapes(
@@ -280,7 +287,7 @@ def _release_buffers(schedule: Any) -> None:
 
 
 def release_all() -> None:
-    """Give all stages the buffers that torch expects, and forget the engines."""
+    """Return to all stages the buffers that torch expects, and drop the engines."""
     release_all_buffers()
     for schedule, _ in find_owners(_ATTACHED):
         del attached_values(schedule)[_ATTACHED]
@@ -328,7 +335,7 @@ def attach_schedule(
         EngineParts(schedule, group, stages, programs, messages, times, clock, by_perform)
     )
     begins_as_stock = any(
-        stage.data_parallel.first_step_is_stock(is_split) for stage in stages.values()
+        stage.data_parallel.should_start_stock(is_split) for stage in stages.values()
     )
     first_step = FirstStep(
         group, device, begins_as_stock=begins_as_stock, on_host=blocks_host(group, device)
@@ -378,9 +385,10 @@ def _agree_on_order(
     group: dist.ProcessGroup,
     options: Mapping[str, Any],
 ) -> tuple[str, Schedule | None]:
-    """Return the name and the order of a schedule; no order if some rank has a reason against it."""
+    """Return the name and the order of a schedule; no order if some rank has a reason against the engine."""
     stashes = options["weight_stash"] != "off"
     reason = _find_reason_against(schedule, shape, group)
+    # A rank with an error must still compare its settings with its peers, or they would wait for it.
     name, orders = "", None
     try:
         name, orders = _choose_order(schedule, owner, shape, options)
@@ -392,6 +400,7 @@ def _agree_on_order(
 
         stages = [info.stage for info in shape.stages]
         reason = reason or weight_stash.find_reason_against(schedule, stages, options)
+    # Ranks compare a digest of the order, because the order itself may be long.
     actions = None if orders is None else [[str(action) for action in order] for order in orders]
     terms = {
         "class": type(schedule).__name__,
@@ -473,12 +482,12 @@ def choose_messages(
 
 
 def _refuse_copies(reason: str) -> None:
-    """Raise OptionError: the user wants copy engines, and they cannot carry messages."""
+    """Raise OptionError, because the user wants copy engines and they cannot carry messages."""
     refuse_option("pipeline", OPTIONS, "p2p_transport", COPIES, reason)
 
 
 def _count_slots(orders: Schedule, placement: Sequence[int]) -> int:
-    """Return the slots of an edge. With two, the next message is there when the receiver has read one."""
+    """Return the number of slots of an edge; with two, the next message arrives while the receiver reads one."""
     return max(2, count_slots(orders, placement))
 
 
@@ -501,6 +510,7 @@ def plan_programs(
     make = functools.partial(make_program, orders, shape.placement, rank, shardings=shardings)
     stage = shape.stages[0].stage
     group = stage.group or dist.distributed_c10d._get_default_group()
+    # On the host no receive blocks a kernel, so the first step may post early.
     settles = ahead and not blocks_host(group, shape.devices[0])
     return Programs(make(ahead=ahead), make(ahead=0) if settles else None)
 
@@ -518,6 +528,7 @@ def _plan_other_order(
     """Return the programs of an order of ``schedule=auto``, with room for its messages. All ranks call this."""
     if isinstance(engine.messages, CopiedMessages):
         engine.messages.reserve(_count_slots(orders, shape.placement))
+    # The script's UNSHARDs belong to the given order; another order needs its own.
     shardings = _unshard_all(orders[rank]) if is_sharded else ()
     make = functools.partial(make_program, orders, shape.placement, rank, shardings=shardings)
     return Programs(make(ahead=ahead), None if given.settling is None else make(ahead=0))
@@ -543,6 +554,7 @@ def make_stages(
         splits_all: Whether all stages defer weight gradients as an order with Ws does.
     """
     steps = programs.steady.steps
+    # Stages with Ws in the order, and stages whose input gradient goes to another rank.
     split = {step.action.stage for step in steps if step.action.kind is Kind.W or splits_all}
     sending = {
         step.action.stage
@@ -572,8 +584,9 @@ def make_stages(
 
 
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
-    """Return that each stage is unsharded before its first computation, and resharded at the end of the step."""
+    """Return the places at which each stage is unsharded, before its first computation, and resharded, at the end."""
     stages = dict.fromkeys(action.stage for action in order)
+    # The index of the first computation of each stage.
     first = {
         stage: next(i for i, action in enumerate(order) if action.stage == stage)
         for stage in stages
@@ -617,6 +630,7 @@ def _read_lowered_order(schedule: Any, rank: int) -> LoweredOrder:
             shardings.append((index, name, action.stage_index))
         elif name == "REDUCE_GRAD":
             reductions[action.stage_index].append(index)
+        # Only computations count, because programs index shardings by them.
         for part in action.sub_actions or (action,):
             kind = part.computation_type.value
             index += kind in ("F", "I", "W", "B")
@@ -629,7 +643,7 @@ def _read_lowered_order(schedule: Any, rank: int) -> LoweredOrder:
 
 
 def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.ProcessGroup) -> str:
-    """Return the reason why this rank cannot run the schedule, or ""."""
+    """Return the reason for which this rank cannot run the schedule, or ""."""
     stages = [info.stage for info in shape.stages]
     if reason := find_group_reason(group, torch.device(stages[0].device)):
         return reason
@@ -642,12 +656,13 @@ def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.Proces
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
     if limits_sends(schedule):
-        return "max_outstanding_sends limits the sends under way, which are counted otherwise here"
+        return "max_outstanding_sends limits the sends in flight, which the engine counts otherwise"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"
     if len(stages) == 1 and hasattr(schedule, "_stage"):
         stage = stages[0]
+        # The fixed orders and the classes with one stage assume stage r on rank r.
         if stage.num_stages != group.size() or stage.stage_index != stage.group_rank:
             return "stages are not numbered like the ranks"
     return ""

@@ -18,9 +18,9 @@ class Counters(FeatureCounters):
         early_sends: Input gradients sent before the weight gradients of their microbatch.
         weight_grads: Weight gradients of linears computed later than their backward.
         messages: Messages sent to other ranks.
-        copied_messages: Those that copy engines carried.
+        copied_messages: Messages that copy engines carried.
         failed_steps: Steps that ended with an exception.
-        stock_steps: Steps with a backward that stock ran.
+        stock_steps: Steps with a backward that torch ran.
         microbatch_updates: Times that a stage stepped its optimizers after a backward, with ``weight_stash``.
     """
 
@@ -44,9 +44,9 @@ class StageReport:
     """The part of the report about a stage.
 
     Attributes:
-        objection: Why its weight gradients stay in the backward, or "".
-        reasons: Why linears stay in B, with their number.
-        expert_weights: How many trained weights of grouped experts, ``[experts, out, in]``, stay in B.
+        objection: The reason for which its weight gradients stay in the backward, or "".
+        reasons: The reasons for which linears stay in B, with the numbers of linears.
+        expert_weights: Number of trained weights of grouped experts, ``[experts, out, in]``, that stay in B.
         receive_nbytes: Bytes that it receives for a microbatch.
     """
 

@@ -38,7 +38,7 @@ FEATURE: Final = Feature(
 )
 
 
-# Names in a script that runs a pipeline, the most telling first.
+# Names in a script that runs a pipeline. The report shows the first that it finds.
 _SCRIPT_NAMES: Final = (
     "Schedule1F1B",
     "ScheduleGPipe",
@@ -59,9 +59,10 @@ def fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> s
 
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``torch.distributed.pipelining``."""
+    # Remarks of an earlier apply() must not appear in the new report.
     report = sys.modules.get("ovpatch_plugins.pipeline.pipeline_report")
     if report is not None:
-        report.drop_remarks()  # of an earlier apply()
+        report.drop_remarks()
     for module, owner in _CLASSES:
         patches.register_patch(
             f"{module}.{owner}._step_microbatches",
@@ -73,7 +74,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
         wrap=wrap_destroy_process_group,
-        why="ends the groups beside which the edges of a pipeline have NCCL communicators or memory of their own",
+        why="ends the groups for which the edges of a pipeline have their own NCCL communicators or memory",
     )
 
 

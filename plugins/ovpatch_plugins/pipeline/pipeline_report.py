@@ -1,4 +1,4 @@
-"""The remarks of the feature in this process: what ran and what it cost, and the bubble that the simulator expects."""
+"""The remarks of the feature in this process: schedules, their costs, and the bubble that the simulator expects."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS, StageReport
 from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 from ovpatch_plugins.pipeline.runtime.step_failures import name_keys
 
-# Steps until ranks share their costs. The first ones are slower.
+# The number of steps before ranks share their costs, because the first steps are slower.
 _SHARED_AFTER_STEPS: Final = 6
 
-_MOST_SCHEDULES: Final = 8
-_schedules: deque[ScheduleReport] = deque(maxlen=_MOST_SCHEDULES)
+# The report shows the last schedules alone, because a script may make many.
+_MAX_SCHEDULES: Final = 8
+_schedules: deque[ScheduleReport] = deque(maxlen=_MAX_SCHEDULES)
 _stock_reasons: dict[str, None] = {}
 
 
 class Prediction:
-    """The expected cost of a schedule. Ranks share the costs of their stages once, through the group's store.
+    """The expected cost of a schedule; ranks share the costs of their stages once, through the group's store.
 
     It acts after steps until it knows the costs of all stages. Only the report simulates.
 
@@ -38,7 +39,7 @@ class Prediction:
         times: The durations of this rank's computations.
 
     Attributes:
-        next_controller: This object as long as costs are unknown, then None.
+        next_controller: This object while costs are unknown, then None.
     """
 
     may_change_order = False
@@ -60,6 +61,7 @@ class Prediction:
         self._steps = 0
         # Seconds of F, B, W and overhead by stage; empty until all are known.
         self._costs: Sequence[Sequence[float]] = ()
+        # The result of :meth:`find_bubbles`; empty before its first call.
         self._bubbles: Sequence[float] = ()
 
     def before_step(self, inputs: object) -> bool:
@@ -68,7 +70,7 @@ class Prediction:
         return False
 
     def after_step(self) -> None:
-        """Share costs after some steps, and read those of peers when they are there."""
+        """Share costs after some steps, and read the costs of peers once all have shared theirs."""
         self._steps += 1
         if self._steps < _SHARED_AFTER_STEPS:
             return
@@ -101,7 +103,7 @@ class Prediction:
             for rank, part in zip(self._placement, parts, strict=True):
                 overhead[rank] += part
             costs = Costs(forward, backward, weight, overhead=tuple(overhead))
-            # A stage that defers sends its input gradient before its weight gradients. Ws of others cost nothing.
+            # A stage that defers sends its input gradient before its weight gradients. Ws of other stages cost nothing.
             found = simulate(split_backwards(self._schedule), self._placement, costs)
             self._bubbles = [1 - busy / found.step if found.step else 0.0 for busy in found.busy]
         return self._bubbles
@@ -116,11 +118,11 @@ class ScheduleReport:
 
     Attributes:
         name: Its class.
-        order: The order that it runs.
+        order: Name of the order that it runs.
         rank: Rank in the pipeline.
-        microbatches: Their number in a step.
+        microbatches: Number of microbatches in a step.
         peak_activations: Most microbatches with activations at one time.
-        prediction: What the simulator expects.
+        prediction: The cost that the simulator expects.
         stages: The rank's stages.
         times: Costs of the computations.
         transport: The lines about its messages.
@@ -140,7 +142,7 @@ class ScheduleReport:
 
 
 def note_schedule(schedule: ScheduleReport) -> None:
-    """Have the report show a schedule; of many, the last ones."""
+    """Add a schedule to the report."""
     COUNTERS.schedules += 1
     _schedules.append(schedule)
 
@@ -151,20 +153,20 @@ def list_schedules() -> list[ScheduleReport]:
 
 
 def note_stock(reason: str) -> None:
-    """Have the report give the reason why a schedule fell back to torch."""
+    """Add the reason for which a schedule fell back to torch to the report."""
     _stock_reasons.setdefault(reason)
 
 
 def drop_remarks() -> None:
-    """Forget what was noted."""
+    """Remove all remarks."""
     _schedules.clear()
     _stock_reasons.clear()
 
 
 def write_remarks() -> list[str]:
-    """Return the lines about schedules that ran, their costs, and the reasons of those that fell back to torch."""
+    """Return the lines about schedules that ran, their costs, and the reasons of schedules that fell back to torch."""
     remarks = [line for schedule in _schedules for line in _describe(schedule)]
-    return remarks + [f"a schedule was left to stock: {reason}" for reason in _stock_reasons]
+    return remarks + [f"a schedule fell back to torch: {reason}" for reason in _stock_reasons]
 
 
 def _describe(schedule: ScheduleReport) -> list[str]:
@@ -194,8 +196,7 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         ]
         if stage.expert_weights:
             lines.append(
-                f"{where}: {stage.expert_weights} weights of experts in B: their products are "
-                "grouped"
+                f"{where}: {stage.expert_weights} weights of experts in B: their GEMMs are grouped"
             )
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None:

@@ -12,7 +12,7 @@ __all__ = ["RecomputeError", "recompute"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is public when it is first used: the feature's package is imported without torch."""
+    """Import a public name when it is first used, because the feature's package is imported without torch."""
     if name == "recompute":
         from ovpatch_plugins.recompute.recompute_attach import recompute
 

@@ -1,4 +1,4 @@
-"""What a block's forward depends on, kept for its recomputation: random numbers, autocast, tensors, and arguments."""
+"""The state on which a block's forward depends: random numbers, autocast, tensors, and arguments."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.tensors.linear_ops import RandomStream, is_generator_class, make_random_stream
 from ovpatch_plugins.recompute.recompute_report import note
 
-# Key of a block's tensors that its forward changes in place.
+# The key of the set of tensors that a block's forward changes in place.
 _CHANGING: Final = "recompute: changing"
 
 
 class RandomState:
-    """The random generators that a block may draw from, when its forward begins.
+    """The state of the random generators that a block may draw from, when its forward begins.
 
-    Torch's generators of the CPU and of the inputs' devices are always kept, as are generators that are arguments or
-    attributes of the block's modules. The global ones of Python and numpy are kept if the forward has moved them.
+    The states of torch's generators of the CPU and of the inputs' devices are always kept. The states of
+    generators that are arguments, or attributes of the block's modules, are always kept as well. The states
+    of the global generators of Python and numpy are kept if the forward has moved them.
 
     Args:
         tensors: The tensors among the block's arguments.
         generators: Generators of torch, Python or numpy.
-        draws_from_numpy: Whether numpy's full state is read; it costs more than a small block may.
+        draws_from_numpy: Whether to read numpy's full state, which is slow compared to a small block.
     """
 
     def __init__(
@@ -58,13 +59,16 @@ class RandomState:
         self._numpy_position = _read_numpy_position()
 
     def end_forward(self) -> bool:
-        """Keep the global streams of Python and numpy if the forward has moved them; return whether numpy's moved.
+        """Keep the global streams of Python and numpy if the forward has moved them.
+
+        Returns:
+            Whether the forward moved numpy's stream.
 
         Raises:
             KeyError: The forward drew from numpy, and numpy's state was not read before.
         """
         after = random.getstate()
-        # The tuple of 624 words changes only together with the position after them, or with the first word.
+        # The 624 words of the tuple change only together with the position after them, or with the first word.
         if (after[1][-1], after[1][0], after[2]) != (
             self._python[1][-1],
             self._python[1][0],
@@ -74,7 +78,7 @@ class RandomState:
         self._python = None
         has_moved = bool(_read_numpy_position() != self._numpy_position)
         if self._numpy is not None:
-            # The second normal deviate of a pair is drawn without moving the position.
+            # numpy draws the second normal deviate of a pair without moving the position.
             has_moved = has_moved or bool(_NUMPY.read()["has_gauss"] != self._numpy["has_gauss"])
             if has_moved:
                 self._streams.append((_NUMPY, self._numpy))
@@ -85,7 +89,7 @@ class RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw the numbers of the forward again, and go on behind with those that are due."""
+        """Draw the forward's numbers again in this context; after it, the generators continue where they were."""
         now = [(stream, stream.read()) for stream, _ in self._streams]
         with torch.random.fork_rng(self._devices, device_type=self._kind or "cuda"):
             torch.set_rng_state(self._cpu)
@@ -113,7 +117,7 @@ _NUMPY: Final = RandomStream(_read_numpy, _write_numpy)
 
 
 def _read_numpy_position() -> Any:
-    """Return a value that changes when numpy's global generator draws; it is cheaper to read than the full state."""
+    """Return a value that changes when numpy's global generator draws, and is faster to read than its state."""
     module: Any = sys.modules.get("numpy.random.mtrand")
     if module is None:
         return None
@@ -127,6 +131,7 @@ def _read_numpy_position() -> Any:
     ).value
 
 
+# The size of the key of numpy's Mersenne Twister; the position follows it in memory.
 _MT19937_BYTES: Final = 4 * 624
 
 
@@ -137,6 +142,7 @@ def _find_numpy_position(bits: Any) -> int | None:
         return None
     first = bits.ctypes.state_address
     address: int = first + _MT19937_BYTES
+    # A release of numpy may change the layout, so both values are compared with the public state.
     state = bits.state["state"]
     is_laid_out = ctypes.c_int.from_address(address).value == state["pos"]
     is_laid_out = is_laid_out and ctypes.c_uint32.from_address(first).value == int(state["key"][0])
@@ -157,7 +163,7 @@ class Autocast:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Cast as in the forward."""
+        """Cast in this context as in the forward."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self._states:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
@@ -165,13 +171,15 @@ class Autocast:
 
 
 class Params:
-    """Parameters of a block's modules after its forward.
+    """The parameters of a block's modules after its forward.
 
-    FSDP2 swaps them for shards until backward comes near; then the block cannot be computed ahead of that.
+    FSDP2 swaps them for shards until the backward of the block is near. Until then, the block cannot be
+    recomputed.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        # The identity and the version of each parameter.
         self._versions = [(id(param), _version(param)) for param in self._list()]
 
     def _list(self) -> list[Tensor]:
@@ -187,7 +195,7 @@ class Params:
         return [id(param) for param in self._list()] == [key for key, _ in self._versions]
 
     def find_changed(self, block: nn.Module) -> str:
-        """Return the name of a parameter that was changed in place since, or ""."""
+        """Return the name of a parameter that was changed in place since the forward, or ""."""
         params = self._list()
         now = [(id(param), _version(param)) for param in params]
         if now == self._versions:
@@ -200,10 +208,11 @@ class Params:
 class ModuleState:
     """The buffers and attributes of a block's modules that its forward changes, as they are before it.
 
-    Counters, caches and running averages are examples. The recomputation starts from these values again, and leaves the
-    values of the forward, so they change once, as in stock PyTorch. Attributes are compared after the forward, and
-    lists, dictionaries and sets by their items. The versions of tensors show at the block's first forward which of
-    them it changes in place. Batch norm changes its averages without a new version.
+    Counters, caches and running averages are examples. The recomputation starts from these values and then
+    restores the values of the forward, so the values change once, as in stock PyTorch. Attributes are
+    compared after the forward; lists, dictionaries and sets are compared by their items. At the block's
+    first forward, the versions of tensors show which of them it changes in place. Batch norm changes its
+    averages without a new version.
 
     Args:
         block: The block.
@@ -214,7 +223,9 @@ class ModuleState:
     """
 
     def __init__(self, block: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self._block, self._modules = block, modules
+        self._block = block
+        self._modules = modules
+        # The tensors that earlier forwards changed in place; None in the first forward.
         self._known: frozenset[tuple[int, str]] | None = attached_values(block).get(_CHANGING)
         self._is_training = [module.training for module in modules]
         self.generators: list[Any] = []
@@ -227,7 +238,7 @@ class ModuleState:
                 self._places.append(_Place(module, vars(module), self._known, self.generators))
 
     def end_forward(self) -> None:
-        """Find out what has changed.
+        """Find the values that the forward has changed.
 
         Raises:
             KeyError: A tensor was changed in place for the first time in a later forward.
@@ -241,7 +252,7 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the values of before the forward, and in the end those that are there now."""
+        """Restore the values of before the forward in this context; afterwards, restore the current values."""
         is_training = [module.training for module in self._modules]
         if not self._places and is_training == self._is_training:
             yield
@@ -262,17 +273,20 @@ class ModuleState:
 
 
 class _Missing:
-    """Represents an attribute that does not exist."""
+    """The value of an attribute that does not exist."""
 
 
 class _Clone(NamedTuple):
-    """Represents a tensor that the forward changed in place."""
+    """A tensor that the forward changed in place, as it was before."""
 
     tensor: Tensor
 
 
 class _Weak(NamedTuple):
-    """Represents a value that may hold a graph, and would keep the call of a block before this one alive."""
+    """A weak reference to a value that may hold a graph.
+
+    A strong one would keep the previous call of a block alive.
+    """
 
     reference: weakref.ref[Any]
 
@@ -281,7 +295,7 @@ class _Place:
     """A dictionary of a module: its buffers or its attributes.
 
     Attributes:
-        before: What the forward has changed, as it was before; during the forward, all that there was.
+        before: The values that the forward has changed, as they were before. During the forward, all values.
     """
 
     def __init__(
@@ -291,7 +305,8 @@ class _Place:
         known: Container[tuple[int, str]] | None,
         generators: list[Any],
     ) -> None:
-        self._module, self._values = module, values
+        self._module = module
+        self._values = values
         averages = (
             values is module._buffers
             and module.training
@@ -299,7 +314,10 @@ class _Place:
         )
         self._has_averages = bool(averages)
         self.before: dict[str, Any] = dict(values)
+        # - State of before the forward, by name; empty afterwards
+        # Copies of lists, dictionaries and sets.
         self._copies: dict[str, Any] = {}
+        # Copies of tensors that the forward may change in place.
         self._clones: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         for name in values.keys() - _MODULE_FIELDS:
@@ -317,7 +335,7 @@ class _Place:
                 generators.append(value)
 
     def end_forward(self, known: Container[tuple[int, str]]) -> set[tuple[int, str]]:
-        """Keep what the forward has changed, and return the tensors that it changed in place.
+        """Keep the values that the forward has changed, and return the tensors that it changed in place.
 
         Raises:
             KeyError: A tensor was changed in place for the first time in a later forward.
@@ -345,17 +363,19 @@ class _Place:
                 self.before[name] = _weaken(value)
         if is_rebound:
             self.before.update(dict.fromkeys(values.keys() - before.keys(), _Missing))
-        self._copies, self._clones, self._versions = {}, {}, {}
+        self._copies = {}
+        self._clones = {}
+        self._versions = {}
         return written
 
     def swap_in(self) -> dict[str, Any]:
-        """Write the values of before the forward, and return those that were there."""
+        """Write the values of before the forward, and return the values that they replace."""
         now = {name: self._values.get(name, _Missing) for name in self.before}
         self.write({name: _strengthen(value) for name, value in self.before.items()})
         return now
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Write values, and remove what is missing."""
+        """Write values, and remove attributes whose value is missing."""
         for name, value in values.items():
             if value is _Missing:
                 self._values.pop(name, None)
@@ -363,7 +383,9 @@ class _Place:
                 self._values[name] = value
 
 
+# The fields that each module has; they are no state of the computation.
 _MODULE_FIELDS: Final = frozenset(vars(nn.Module()))
+# Types whose values cannot change.
 _PLAIN: Final = frozenset(
     {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
@@ -373,7 +395,7 @@ _CONTAINERS: Final = frozenset({*_LISTS, *_DICTIONARIES, set})
 
 
 def _copy_container(value: Any) -> Any:
-    """Copy lists, dictionaries and sets, and those inside of them; nothing else."""
+    """Copy a list, dictionary or set, and the ones inside of it, but no other items."""
     made = copy.copy(value)
     if type(value) is not set:
         for key, item in enumerate(value) if type(value) in _LISTS else value.items():
@@ -398,9 +420,10 @@ def _has_same_items(value: Any, copied: Any) -> bool:
 
 
 def _weaken(value: Any) -> Any:
-    """Return a value that is kept; weakly if it may hold a graph, which holds the call of a block that made it.
+    """Return a value to keep for the recomputation; a weak reference if it may hold a graph.
 
-    Otherwise each call of a block that leaves its output in an attribute would keep the one before alive.
+    The graph holds the call of the block that made the value. With strong references, each call of a block
+    that leaves its output in an attribute would keep the previous call alive.
     """
     if type(value) in _CONTAINERS or type(value) is tuple:
         return _map_container(value, _weaken)
@@ -413,7 +436,7 @@ def _weaken(value: Any) -> Any:
 
 
 def _strengthen(value: Any) -> Any:
-    """Return a value from :func:`_weaken` for one recomputation, which may change it."""
+    """Return a value from :func:`_weaken` for one recomputation, which may change the value."""
     if type(value) is _Weak:
         found = value.reference()
         return _Missing if found is None else found
@@ -437,7 +460,8 @@ def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
 def _is_of_script(cls: Any) -> bool:
     """Return whether the attributes of a class's instances may be state of the computation.
 
-    Torch's own modules count nothing. Some prepare themselves in their first forward, as FSDP's, and must not again.
+    Torch's own modules do not count calls. Some modules, such as FSDP's, prepare themselves in their first
+    forward and must not do so again.
     """
     return any(
         not base.__module__.startswith("torch.") for base in cls.__mro__ if base is not object
@@ -464,7 +488,10 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors as an operation does: autograd notices when they are changed in place, and hooks may move them."""
+    """A node that saves tensors as an operation does.
+
+    Autograd detects in-place changes of such tensors, and hooks may offload them.
+    """
 
     @staticmethod
     def forward(ctx: Any, _token: Tensor, *tensors: Tensor) -> Tensor:
@@ -477,12 +504,12 @@ class _Save(torch.autograd.Function):
 
 
 class BlockInputs:
-    """Arguments of a call.
+    """The arguments of a call.
 
     Args:
-        args: Arguments.
+        args: Positional arguments.
         kwargs: Keyword arguments.
-        generators: Gets the random generators among them.
+        generators: A list to which the random generators among them are added.
     """
 
     def __init__(
@@ -492,14 +519,14 @@ class BlockInputs:
         self._args = [_keep(item, tensors, generators) for item in args]
         self._kwargs = {key: _keep(item, tensors, generators) for key, item in kwargs.items()}
         token = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        # Torch 2.11 releases what a node saved as soon as no output of it is left.
+        # The output is kept, because torch 2.11 releases a node's saved tensors with its last output.
         self._output: Any = _Save.apply(token, *tensors)  # type: ignore[no-untyped-call]  # torch's apply()
 
     def read(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments.
 
         Raises:
-            RuntimeError: A tensor was changed in place since.
+            RuntimeError: A tensor was changed in place after the forward read it.
         """
         tensors = self._output.grad_fn.saved_tensors
         return [_restore(item, tensors) for item in self._args], {
@@ -508,14 +535,14 @@ class BlockInputs:
 
 
 class _Argument:
-    """Stands for a tensor."""
+    """The place of a tensor in an argument, by its index among all tensors."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class _Cache:
-    """A cache of keys and values as it was before a forward that adds to it."""
+    """A copy of a cache of keys and values, made before a forward that adds to the cache."""
 
     def __init__(self, cache: Any) -> None:
         self._before = _copy_cache(cache)
@@ -526,7 +553,7 @@ class _Cache:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether an argument is a cache of keys and values of transformers."""
+    """Return whether an argument is a key-value cache of transformers."""
     return any(
         cls.__name__ == "Cache" and cls.__module__.startswith("transformers.")
         for cls in type(value).__mro__
@@ -534,7 +561,7 @@ def is_cache(value: Any) -> bool:
 
 
 def _copy_cache(cache: Any) -> Any:
-    """Copy a cache and its layers, which get new tensors where they grow, but not the tensors."""
+    """Copy a cache and its layers, but not their tensors: layers get new tensors when they grow."""
     made = copy.copy(cache)
     for name, value in vars(cache).items():
         if isinstance(value, list):
@@ -547,7 +574,7 @@ def _copy_cache(cache: Any) -> Any:
 
 
 def _keep(value: Any, tensors: list[Tensor], generators: list[Any]) -> Any:
-    """Return a value with places for its tensors, and with copies of what a forward might change."""
+    """Replace the tensors of a value by their indices, and values that a forward might change by copies."""
 
     def keep(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -559,9 +586,8 @@ def _keep(value: Any, tensors: list[Tensor], generators: list[Any]) -> Any:
         if not is_cache(leaf):
             return leaf
         note(
-            "blocks get a key-value cache, which keeps keys and values of all of them: "
-            "use_cache=False saves that "
-            "memory"
+            "blocks get a key-value cache, which keeps keys and values of all blocks: set "
+            "use_cache=False to save that memory"
         )
         return _Cache(leaf)
 
@@ -578,7 +604,7 @@ def _restore(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value whose leaves, in tuples, lists and dictionaries, are changed."""
+    """Apply a function to the leaves of nested tuples, lists and dictionaries."""
     if isinstance(value, tuple):
         items = [_map(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -1,8 +1,14 @@
 """The forward of a class of blocks while ``recompute`` wraps it.
 
-A call of a marked block passes these questions, in this order: are gradients on; does a compiler trace (it recomputes
-by itself); is the call inside of another block; does the script checkpoint it; has a module inside a hook that must not
-be called twice. Only then does :class:`.Recomputation` run it.
+A call of a marked block passes these checks, in this order:
+
+1. Gradients are on.
+2. No compiler traces the call; a compiler recomputes by itself.
+3. The call is not inside of another block.
+4. The script does not checkpoint the block.
+5. No module inside has a hook that must not be called twice.
+
+Only then does :class:`.Recomputation` run the call.
 """
 
 from __future__ import annotations
@@ -21,15 +27,17 @@ from ovpatch_plugins.recompute.recompute_report import COUNTERS, note
 from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_contexts
 
 BLOCK_MARK: Final = "_ovpatch_recompute"
-"""Attribute of a block: granularity, names of further operators to keep, and the class whose forward is wrapped for it.
-Plain text, so that a pickled model loads without ovpatch. Graphs guard on it, so all blocks of a class have the same:
-otherwise Dynamo would compile each block of a model by itself, and give up after eight."""
+"""The attribute that marks a block: granularity, further operators to keep, and the class whose forward is wrapped.
+
+The mark is plain text, so that a pickled model loads without ovpatch. Compiled graphs guard on it, so all blocks of a
+class have the same mark. Otherwise Dynamo would compile each block of a model separately, and give up after eight.
+"""
 
 BLOCK_NAME: Final = "_ovpatch_recompute_name"
-"""Attribute of a block: its name in the model."""
+"""The attribute of a block that has its name in the model."""
 
 _LAYER_FORWARD: Final = "forward_with_checkpointing"
-"""Name of the forward that transformers gives to layers, in its code."""
+"""The name of the forward that transformers gives to layers, in its code."""
 
 Mark = tuple[str, tuple[str, ...], str]
 
@@ -37,8 +45,9 @@ Mark = tuple[str, tuple[str, ...], str]
 class WrappedForward:
     """The forward of a class while it is wrapped.
 
-    Layers of transformers have a forward that checkpoints the model's own if it is told to, and only if their class has
-    that very function. So the one inside of it is wrapped, in the cell from which it is read.
+    Layers of transformers have a forward that calls the model's own forward, and checkpoints it on demand.
+    It only does so if the class has that very function. So the model's own forward is wrapped instead, in
+    the cell from which the layer reads it.
 
     Args:
         owner: The class.
@@ -47,6 +56,7 @@ class WrappedForward:
     def __init__(self, owner: type[nn.Module]) -> None:
         self._owner = owner
         self._stock: Callable[..., Any] = vars(owner)["forward"]
+        # None if the class has a forward of the usual kind, which is replaced in the class.
         self._cell = _find_cell(self._stock)
         if self._cell is not None:
             self._stock = self._cell.cell_contents
@@ -54,7 +64,7 @@ class WrappedForward:
         self._write(self._wrapped)
 
     def restore(self) -> None:
-        """Give the class its own forward, unless ours was wrapped; without marks ours does nothing."""
+        """Restore the forward of the class, unless a script has wrapped ours; without marks, ours has no effect."""
         now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
         if now is self._wrapped:
             self._write(self._stock)
@@ -67,7 +77,7 @@ class WrappedForward:
 
 
 def _find_cell(forward: Callable[..., Any]) -> Any:
-    """Return the cell from which a layer of transformers reads the model's own forward, None for other forwards."""
+    """Return the cell from which a layer of transformers reads the model's own forward; None for other forwards."""
     code = getattr(forward, "__code__", None)
     cells: Any = getattr(forward, "__closure__", None)
     if code is None or code.co_name != _LAYER_FORWARD or "forward" not in code.co_freevars:
@@ -76,11 +86,12 @@ def _find_cell(forward: Callable[..., Any]) -> Any:
 
 
 def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """Wrap the forward of a class whose name is ``owner``: for its marked instances, activations are not kept."""
+    """Wrap the forward of a class named ``owner``, so that calls of marked instances keep no activations."""
 
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mark: Mark | None = self.__dict__.get(BLOCK_MARK)
+        # A subclass may call the forward of its base class, which is wrapped for other blocks.
         if mark is None or mark[2] != owner or not torch.is_grad_enabled():
             return stock(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -90,6 +101,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
         if _is_checkpointed():
             COUNTERS.stock_calls += 1
             return stock(self, *args, **kwargs)
+        # A script may add hooks at any time, so each call looks for them.
         modules = list(self.modules())
         if hooked := _find_hook(self, modules):
             COUNTERS.stock_calls += 1
@@ -104,12 +116,12 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
 
 
 def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
-    """Have the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
-    if (
-        getattr(block, "gradient_checkpointing", False) and block.training
-    ):  # transformers' own, around this forward
+    """Let the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
+    # transformers checkpoints the block itself, around this forward.
+    if getattr(block, "gradient_checkpointing", False) and block.training:
         return stock(block, *args, **kwargs)
     _count_compiled()
+    # Full recomputation needs no contexts.
     more: dict[str, Any] = {}
     if mark[0] != FULL:
         more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
@@ -125,8 +137,10 @@ def _count_compiled() -> int:
 def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
     """Return a remark on a hook inside of a block that a second forward would call twice, or "".
 
-    Hooks of torch and of ovpatch belong to the computation: they gather parameters, and make weights or inputs.
+    Hooks of torch and of ovpatch may be called again, because they belong to the computation: they gather
+    parameters, and make weights or inputs.
     """
+    # Hooks of the block itself run outside of its forward, once.
     own = [
         module
         for module in modules
@@ -139,6 +153,7 @@ def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
             getattr(module, f"{prefix}_forward_pre_hooks"),
         ):
             for hook in hooks.values():
+                # The module of a partial is functools, so the wrapped function decides.
                 while isinstance(hook, functools.partial):
                     hook = hook.func
                 home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -147,9 +162,8 @@ def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
                     where = type(module).__name__ if prefix == "" else "all modules"
                     return (
                         f"blocks of class {type(block).__name__} keep their activations, because "
-                        f"forward hook {name} "
-                        f"of {where} would be called again: remove the hook before training to "
-                        "have them recomputed"
+                        f"forward hook {name} of {where} would be called again: remove the hook "
+                        "before training to have them recomputed"
                     )
     return ""
 
@@ -160,7 +174,7 @@ def _has_global_hooks() -> bool:
 
 
 def _may_save() -> bool:
-    """Return whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
+    """Return whether a forward may leave out saved tensors; torch.func and tracers refuse the hooks for that."""
     autograd: Any = torch._C._autograd
     return (
         not torch._C._are_functorch_transforms_active()
@@ -170,7 +184,8 @@ def _may_save() -> bool:
 
 
 def _is_checkpointed() -> bool:
-    """Return whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
+    """Return whether the script checkpoints this call: torch's hooks are innermost, or a backward recomputes."""
+    # A forward inside of a backward is a recomputation of the script's checkpoint.
     if torch._C._current_graph_task_id() != -1:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,9 +1,10 @@
 """One call of a block whose activations are computed again in backward.
 
-``torch.utils.checkpoint`` ties a recomputation to the backward that asks for it. Here it can be launched before, while
-a gradient that the backward waits for is under way. The rest is alike: saved-tensor hooks leave out the tensors that
-the forward saves. The forward runs again, with the random numbers and the autocast of the first time, when the first
-of these tensors is asked for, or when it is launched ahead.
+In ``torch.utils.checkpoint``, the backward that reads a tensor starts the recomputation. Here a recomputation
+can be launched earlier, while a gradient that the backward waits for is in flight. The rest is the same:
+saved-tensor hooks leave out the tensors that the forward saves. The forward runs again, with the random
+numbers and the autocast of its first run, when it is launched ahead or when backward reads the first of
+these tensors.
 """
 
 from __future__ import annotations
@@ -35,35 +36,44 @@ from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 
-_KEY: Final = "ovpatch_recomputation"  # in the metadata of nodes that made a block's outputs
-# Keys of a block's number of calls, and of whether its forward draws from numpy.
+# The key of a call in the metadata of the nodes that made the block's outputs.
+_KEY: Final = "ovpatch_recomputation"
+# The keys of a block's number of calls, and of whether its forward draws from numpy.
 _CALLS: Final = "recompute: calls"
 _DRAWS: Final = "recompute: draws from numpy"
-_LITTLE: Final = (
-    4  # a block is nearly through its backward when a quarter of its saved tensors is left
-)
+# A block is nearly through its backward when this part of its saved tensors, a quarter, is left.
+_NEARLY_USED_DIVISOR: Final = 4
 
 
 class RecomputeError(RuntimeError):
-    """A block cannot be computed again as its forward was; the text names it and ends with the remedy."""
+    """The error of a block whose second forward differs from the first.
+
+    The message names the block and ends with the remedy.
+    """
 
 
 class _EnoughError(Exception):
-    """Ends a recomputation behind the last tensor that backward needs."""
+    """The exception that ends a recomputation after the last tensor that backward needs."""
 
 
 class _SavedTensor:
-    """Stands in the graph for a tensor that was not kept."""
+    """A placeholder in the graph for a tensor that the forward did not keep."""
 
     __slots__ = ("__weakref__", "call", "value")
 
     def __init__(self, call: Recomputation) -> None:
         self.call = call
-        self.value: Tensor | None = None  # while it is computed again and not yet used
+        # None unless the tensor was computed again and backward has not used it.
+        self.value: Tensor | None = None
 
 
 class _Thread(threading.local):
-    """Of a thread that computes: blocks it is in, and the call whose backward it is in."""
+    """State of a thread that computes.
+
+    Attributes:
+        depth: Number of blocks that the thread is in.
+        current: Returns the call whose backward the thread is in, or None.
+    """
 
     depth = 0
     current: Callable[[], Recomputation | None] = staticmethod(lambda: None)
@@ -73,14 +83,14 @@ _thread = _Thread()
 
 
 def is_inside_block() -> bool:
-    """Return whether this thread computes a block already."""
+    """Return whether this thread computes a block."""
     return _thread.depth > 0
 
 
 class Recomputation:
-    """What is kept of one call of a block: its inputs, and the state under which it ran.
+    """The state of one call of a block: its inputs, and the conditions under which it ran.
 
-    It lives as long as a tensor of the graph needs it, so it holds neither the output nor the saved tensors.
+    The graph's placeholders keep this object alive, so it holds neither the output nor the saved tensors.
 
     Args:
         block: The block.
@@ -89,10 +99,10 @@ class Recomputation:
         forward: Its forward.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
-        contexts: Those of forward and recomputation.
+        contexts: The contexts of its forward and of its recomputation.
 
     Attributes:
-        previous: Returns the call of the block whose output this one read, or None.
+        previous: Returns the call of the block whose output this call read, or None.
     """
 
     def __init__(
@@ -105,35 +115,44 @@ class Recomputation:
         kwargs: Mapping[str, Any],
         contexts: Contexts,
     ) -> None:
-        self._block, self._name, self._forward = block, name, forward
+        self._block = block
+        self._name = name
+        self._forward = forward
         self._contexts = contexts
         self._modules = modules
         generators: list[Any] = []
         self._inputs = BlockInputs(args, kwargs, generators)
+        # The tensors that the forward saved, in order, and their shapes, dtypes and devices.
         self._saved: list[weakref.ref[_SavedTensor]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._left = 0  # tensors computed again and not yet used
-        self._seen = 0  # tensors of the recomputation that runs
-        self._has_begun = False  # backward has used one of them
+        # The number of tensors that were computed again and that backward has not used.
+        self._left = 0
+        # The number of tensors that the running recomputation has saved.
+        self._seen = 0
+        # Whether backward has used a tensor of the last recomputation.
+        self._has_begun = False
         tensors = list(find_tensors([args, kwargs]))
         kept = attached_values(block)
         number = kept[_CALLS] = kept.get(_CALLS, -1) + 1
-        # The first call, 0, counts as a power as well.
+        # The first call, 0, also counts as a power of two.
         is_power_of_two = number & (number - 1) == 0
         is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_power_of_two)
-        # Digests of the tensors that the forward saved, and flags on devices for the tensors of the recomputation.
+        # Digests of the tensors that the forward saved; None if this call is not checked.
         self._digests: list[Any] | None = [] if is_checked else None
+        # Flags on devices: whether a tensor of the recomputation differs from its digest.
         self._doubts: list[Tensor] = []
-        self._autocast, self._state = Autocast(tensors), ModuleState(block, modules)
+        self._autocast = Autocast(tensors)
+        self._state = ModuleState(block, modules)
         generators += self._state.generators
         self._random = RandomState(tensors, generators, is_power_of_two or kept.get(_DRAWS, False))
-        self._params: Params | None = None  # until the forward has ended
+        # None until the forward has ended.
+        self._params: Params | None = None
         self.previous = _find_call(tensor.grad_fn for tensor in tensors)
 
     # --- forward ---
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Compute the block, and return its output."""
+        """Compute the block and return its output."""
         COUNTERS.calls += 1
         with _inside_block(), self._contexts[0], saved_tensors_hooks(self._pack, _unpack):
             output = self._forward(self._block, *args, **kwargs)
@@ -144,11 +163,9 @@ class Recomputation:
         except KeyError as error:
             raise self._make_error(
                 f"its forward changes {error}, which earlier ones did not, so its state before the "
-                "forward is not "
-                "known",
+                "forward is not known",
                 "Draw from a random generator that is an attribute of the module, have the first "
-                "forward change the "
-                "tensor, too",
+                "forward change the tensor, too",
             ) from None
         self._params = Params(self._modules)
         here = weakref.ref(self)
@@ -169,7 +186,7 @@ class Recomputation:
     # --- backward ---
 
     def get(self, saved: _SavedTensor) -> Tensor:
-        """Return a tensor that the forward saved, and let go of it."""
+        """Return a tensor that the forward saved, and drop the reference to it."""
         if saved.value is None:
             self.launch()
         if not self._has_begun:
@@ -185,40 +202,41 @@ class Recomputation:
 
     @property
     def is_launched(self) -> bool:
-        """Whether it is computed again, and backward has not used all of it."""
+        """True if the block was computed again and backward has not used all of its tensors."""
         return self._left > 0
 
     @property
     def is_nearly_used(self) -> bool:
-        """Whether its backward needs little more; the same on all ranks that run the same blocks."""
-        return self._left * _LITTLE <= len(self._saved)
+        """True if its backward needs few more tensors; the same on all ranks that run the same blocks."""
+        return self._left * _NEARLY_USED_DIVISOR <= len(self._saved)
 
     @property
     def can_launch_ahead(self) -> bool:
-        """Whether it can be computed again before its backward; see :class:`.Params`."""
+        """True if the block can be computed again before its backward; see :class:`.Params`."""
         return self._params is not None and bool(self._saved) and self._params.are_there()
 
     def launch(self) -> None:
         """Compute the block again, up to the last tensor that backward needs.
 
         Raises:
-            RecomputeError: It saves other tensors than in its forward, or its inputs have changed.
+            RecomputeError: The block saves other tensors than in its forward, or its inputs have changed.
         """
         if self._params is None:
             raise RecomputeError(
-                f"block {self._name} takes gradients inside its forward, which a recomputed block "
-                "cannot. Leave it out "
-                "with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
+                f"ovpatch: block {self._name} takes gradients inside its forward, which a recomputed "
+                "block cannot do. Leave it out with OVPATCH_RECOMPUTE_BLOCKS, or set "
+                "OVPATCH_RECOMPUTE=0."
             )
         if changed := self._params.find_changed(self._block):
             raise RecomputeError(
-                f"parameter {changed} of block {self._name} was changed in place between its "
-                "forward and its backward. "
-                "Change parameters after the backward, or set OVPATCH_RECOMPUTE=0."
+                f"ovpatch: parameter {changed} of block {self._name} was changed in place between its "
+                "forward and its backward. Change parameters after the backward, or set "
+                "OVPATCH_RECOMPUTE=0."
             )
         COUNTERS.recomputations += 1
         args, kwargs = self._read_inputs()
-        self._seen = self._left = 0
+        self._seen = 0
+        self._left = 0
         self._has_begun = False
         self._doubts = []
         try:
@@ -231,12 +249,12 @@ class Recomputation:
                 )
         except BaseException as error:
             self._drop()
-            # A value that may hold a graph is kept weakly, so the second forward may no longer find it.
+            # Values that may hold a graph are kept weakly, so the second forward may not find them.
             if isinstance(error, AttributeError):
                 raise self._make_error(
                     f"its forward found an attribute that no longer exists ({error}), because "
-                    "attributes that "
-                    "hold a graph, or an object that nothing else holds, are not kept for backward",
+                    "attributes that hold a graph, or an object that nothing else holds, are not kept "
+                    "for backward",
                     "Have the forward write the attribute before it reads it, store a detached "
                     "tensor in it",
                 ) from error
@@ -257,7 +275,7 @@ class Recomputation:
             yield
 
     def _drop(self) -> None:
-        """Let go of what a recomputation computed that did not end."""
+        """Drop the tensors of a recomputation that failed."""
         self._left = 0
         for saved in filter(None, (reference() for reference in self._saved)):
             saved.value = None
@@ -287,10 +305,9 @@ class Recomputation:
             return self._inputs.read()
         except RuntimeError as error:
             raise RecomputeError(
-                f"an input of block {self._name} was changed in place after its forward read it "
-                f"({error}). Have the "
-                "model make a new tensor there, or leave the block out with "
-                "OVPATCH_RECOMPUTE_BLOCKS."
+                f"ovpatch: an input of block {self._name} was changed in place after its forward "
+                f"read it ({error}). Have the model make a new tensor there, or leave the block out "
+                "with OVPATCH_RECOMPUTE_BLOCKS."
             ) from error
 
     def _compare(self, index: int, tensor: Tensor) -> None:
@@ -310,26 +327,26 @@ class Recomputation:
         return self._make_error("tensors that it saved have other values")
 
     def _make_error(self, what: str, remedy: str = "") -> RecomputeError:
-        """Return the error of a second forward that is not the first one.
+        """Return the error of a second forward that differs from the first.
 
         Args:
-            what: What differs.
-            remedy: How to mend that, as imperatives without a period. Default: for state outside of the modules.
+            what: The difference.
+            remedy: The remedy, as imperatives without a period. Default: the remedy for state outside of the
+                modules.
         """
         if not remedy:
             what += (
                 ". Its forward depends on state that cannot be restored, such as a random "
-                "generator, a counter or a "
-                "cache outside of its modules, or an operator adds in varying order"
+                "generator, a counter or a cache outside of its modules, or an operator adds in "
+                "varying order"
             )
             remedy = (
                 "Keep such state in an attribute of the module, set "
                 "OVPATCH_RECOMPUTE_CHECK=never for such an operator"
             )
         return RecomputeError(
-            f"block {self._name} does not compute the same again: {what}. {remedy}, leave the "
-            "block out with "
-            "OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
+            f"ovpatch: block {self._name} does not compute the same again: {what}. {remedy}, leave "
+            "the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
         )
 
 
@@ -342,36 +359,42 @@ def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     return f"{dtype} {list(shape)} on {device}"
 
 
-# --- whether a recomputation saves what the forward saved ---
+# --- the comparison of saved tensors ---
 #
-# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. It is compared
-# with the tensor that the recomputation saves. On the CPU it is a checksum of all bytes. On other devices sums may be
-# taken in another order each time, so the digest is a sample of up to 1024 elements, and a few of them may differ, and
-# all of them by rounding errors. Their flags stay on the device until the backward has ended; there the host waits for
-# the device once. Parameters are left out: their versions are compared in every call.
+# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. The recomputation
+# compares the digest with the tensor that it saves. On the CPU the digest is a checksum of all bytes. Other devices may
+# add in another order each time. There the digest is a sample of up to 1024 elements: a few elements may differ, and
+# all may differ by rounding errors. The flags stay on the device until the backward has ended, and then the host waits
+# for the device once. Parameters are left out, because their versions are compared in every call.
 
 
 class _Checks:
-    """When digests are compared, as the option ``check``."""
+    """The setting of the comparisons.
+
+    Attributes:
+        when: The value of the option ``check``.
+    """
 
     when = AUTO
 
 
 CHECKS: Final = _Checks()
 
-_SAMPLE: Final = 1024  # elements
-# The share of a sample that may differ, and by how much: relative to the element and to the sample's mean square.
+# The largest number of elements of a sample.
+_SAMPLE: Final = 1024
+# The share of a sample that may differ.
 _SHARE: Final = 0.05
+# The largest difference that counts as equal, relative to the element and to the sample's root mean square.
 _TOLERANCE: Final = 1e-3
 
 
 def _digest(tensor: Tensor) -> Any:
-    """Return a checksum of a tensor's bytes, a sample on its device, or None where neither can be taken."""
+    """Return a checksum of a tensor's bytes, or a sample on its device; None if neither can be taken."""
     with outside_modes():
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
         if tensor.numel() <= 2 and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Attention without dropout saves a seed and an offset whose memory it leaves uninitialized.
+            # Attention without dropout saves a seed and an offset in uninitialized memory.
             return None
         if not _is_exact(tensor):
             return (
@@ -385,28 +408,28 @@ def _digest(tensor: Tensor) -> Any:
 
 
 def _is_exact(tensor: Tensor) -> bool:
-    """Return whether a tensor's operators compute the same bits each time, and its bytes can be read at once."""
+    """Return whether a tensor's operators compute the same bits each time, and the host can read its bytes."""
     return tensor.device.type == "cpu"
 
 
 def _is_capturing(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph is captured, which would replay a comparison that no host reads."""
+    """Return whether a CUDA graph is being captured; it would replay a comparison that no host reads."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _take_sample(tensor: Tensor) -> Tensor:
-    """Return a copy of some elements, evenly spread over each dimension; always the same."""
+    """Return a copy of elements that are evenly spread over each dimension; the choice is deterministic."""
     view = tensor.detach()
     while view.numel() > _SAMPLE:
         dim = max(range(view.dim()), key=view.shape.__getitem__)
-        # An odd step meets each place of a pattern whose period is a power of two, as heads and tiles have it.
+        # Heads and tiles repeat with a period of a power of two. An odd step meets each place of such a pattern.
         step = min(-(-view.numel() // _SAMPLE) | 1, view.shape[dim])
         view = view[(slice(None),) * dim + (slice(None, None, step),)]
     return view.clone()
 
 
 def _differ(then: Tensor, now: Tensor) -> Tensor:
-    """Return whether more elements of two samples differ than sums in another order explain, as a tensor."""
+    """Return, as a tensor, whether more elements of two samples differ than another order of sums explains."""
     is_different = then != now
     if then.is_floating_point() or then.is_complex():
         tolerance = max(_TOLERANCE, 8 * torch.finfo(then.dtype).eps)
@@ -416,7 +439,7 @@ def _differ(then: Tensor, now: Tensor) -> Tensor:
     return is_different.float().mean() > _SHARE
 
 
-# Flags of each running backward, with the error to raise.
+# The flags of each running backward, with the errors to raise.
 _pending: dict[int, list[tuple[Tensor, RecomputeError]]] = {}
 
 
@@ -437,14 +460,15 @@ def _check_pending(task: int) -> None:
             raise error
 
 
-# --- launched before a wait ---
+# --- launches before a wait ---
 
 
 def launch_inside() -> None:
     """Compute the next block of a backward again, before the backward waits for a collective.
 
-    Only when the block whose backward runs is nearly through it: what it and the next one save would else be in memory
-    at the same time. That is counted in tensors, which are as many on all ranks.
+    This happens only if the running block is nearly through its backward. Otherwise the tensors that it and
+    the next block save would be in memory at the same time. Tensors are counted, because their number is the
+    same on all ranks.
     """
     current = _thread.current()
     previous = current.previous() if current is not None and current.is_nearly_used else None
@@ -453,7 +477,7 @@ def launch_inside() -> None:
 
 
 def make_launch_before(ahead: int) -> Callable[[Sequence[Any]], None]:
-    """Return a function that computes the last blocks of a graph again, before the gradients of its outputs are there.
+    """Return a function that computes the last blocks of a graph again, before its outputs have gradients.
 
     Args:
         ahead: Number of blocks.

@@ -1,4 +1,4 @@
-"""Which blocks are recomputed: marks those of the models of optimizers, and wraps the forward of their classes."""
+"""The choice of blocks: it marks blocks of the models of optimizers, and wraps the forward of their classes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from ovpatch_plugins.recompute.recompute_report import (
     COUNTERS,
     drop_remarks,
     note,
-    note_left,
+    note_fallback,
     note_model,
 )
 
-_TAKEN: Final = "recompute: taken over"  # of a block
+# The key of the mark of a patched block.
+_PATCHED: Final = "recompute: patched"
 _wrapped: dict[type[nn.Module], WrappedForward] = {}
 
 
@@ -47,68 +48,68 @@ _wrapped: dict[type[nn.Module], WrappedForward] = {}
 def wrap_optimizer_init(
     original: Callable[..., None], options: Mapping[str, Any]
 ) -> Callable[..., None]:
-    """Wrap ``Optimizer.__init__``: the model of an optimizer is one that is going to be trained."""
+    """Wrap ``Optimizer.__init__``, because a script is going to train the model of an optimizer."""
 
     @functools.wraps(original)
     def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _hide_hook()
-        take_over_models(self, options)
+        attach_models(self, options)
 
     return __init__
 
 
 def attach_all(options: Mapping[str, Any]) -> None:
-    """Attach to the models of the optimizers that exist, and fill the waits of other features."""
+    """Attach to the models of existing optimizers, and fill the waits of other features."""
     CHECKS.when = options["check"]
     fill_backward_waits(options["ahead"])
-    take_over_living_models(options)
+    attach_living_models(options)
 
 
-def take_over_living_models(options: Mapping[str, Any]) -> None:
-    """Take over the models of optimizers that exist already, and note the modules that will be made."""
+def attach_living_models(options: Mapping[str, Any]) -> None:
+    """Attach to the models of existing optimizers, and note modules that have children or get some later."""
     objects = gc.get_objects()
-    # Not isinstance, which asks objects for their __class__ and so runs foreign code.
+    # isinstance would read the __class__ of objects, which runs foreign code.
     for module in [found for found in objects if issubclass(type(found), nn.Module)]:
         if vars(module).get("_modules"):
             note_parent(module)
     _hook_handles.append(register_module_module_registration_hook(_note_registered))
     for optimizer in [found for found in objects if issubclass(type(found), Optimizer)]:
         if hasattr(optimizer, "param_groups"):
-            take_over_models(optimizer, options)
+            attach_models(optimizer, options)
 
 
-# A script may make an optimizer for each parameter, so none of them may look for its
-# model among all objects. Torch calls a hook for each module that gets a child, and modules that are copied or loaded
-# pass ``__setstate__``. Of these parents the outermost ones with parameters of an optimizer are its models. The
-# parameters of a model are looked through once, for the first of its optimizers.
+# A script may make an optimizer for each parameter, so no optimizer may search all objects for its model. Torch calls a
+# hook for each module that gets a child, and copied or loaded modules pass through ``__setstate__``. The outermost of
+# these parents that have parameters of an optimizer are its models. The parameters of a model are searched once, for
+# the first of its optimizers.
 
-# Keys of modules that have children, and of parameters whose model was found.
+# The keys of modules that have children, and of parameters whose model was found.
 _PARENT: Final = "recompute: parent"
 _SEEN: Final = "recompute: seen"
 _hook_handles: list[RemovableHandle] = []
 
 
 def note_parent(module: nn.Module) -> None:
-    """Note a module that has children, and so may be a model."""
+    """Note a module that has children and so may be a model."""
     attached_values(module)[_PARENT] = True
 
 
 def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
-    # Dynamo traces this hook if a forward makes modules. Such modules have no optimizer, and a look at what is kept for
-    # them would break the graph.
+    # If a forward makes modules, Dynamo traces this hook. Such modules have no optimizer, and the attached values
+    # would break the graph.
     if not torch.compiler.is_compiling():
         note_parent(module)
 
 
 @functools.cache
 def _hide_hook() -> None:
-    """Have Dynamo leave the hook alone where it does not trace the caller; torch's optimizers have imported Dynamo."""
+    """Hide the hook from Dynamo where Dynamo does not trace the caller; torch's optimizers have imported Dynamo."""
     hide_frames(_note_registered)
 
 
 def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Module.__setstate__``: copied and loaded modules get their children without the hook."""
+    """Wrap ``Module.__setstate__``, by which copied and loaded modules get their children without the hook."""
 
     @functools.wraps(original)
     def __setstate__(self: nn.Module, state: Any) -> None:
@@ -119,8 +120,8 @@ def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
     return __setstate__
 
 
-def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-    """Take over the blocks of the models that an optimizer trains, as far as its options say."""
+def attach_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """Attach to the blocks of the models that an optimizer trains, by the options."""
     if options["granularity"] == NONE:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -136,7 +137,7 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         patterns = split_names(options["blocks"])
         found = find_blocks(model, patterns)
         if found:
-            take_over(model, found, options["granularity"], split_names(options["keep"]))
+            attach_blocks(model, found, options["granularity"], split_names(options["keep"]))
         elif patterns:
             note(f"{type(model).__name__} has no module that blocks={options['blocks']} names")
         else:
@@ -159,12 +160,13 @@ def recompute(
 ) -> list[str]:
     """Compute the blocks of a model again in backward instead of keeping what their forwards save.
 
-    For scripts that choose by model; with ``ovpatch.apply("recompute")`` the models of all optimizers are.
+    Call it in scripts that choose by model. With ``ovpatch.apply("recompute")`` the models of all optimizers
+    are recomputed.
 
     Args:
         model: The model.
-        granularity: ``full``, ``selective``, or ``none``, which gives its blocks back.
-        blocks: Which of its modules, as the option ``blocks``.
+        granularity: ``full``, ``selective``, or ``none``, which detaches from the blocks.
+        blocks: Names or classes of its modules, as in the option ``blocks``.
         keep: Further operators whose outputs ``selective`` keeps, as the option ``keep``.
 
     Returns:
@@ -175,7 +177,7 @@ def recompute(
     """
     if granularity not in GRANULARITIES:
         raise ValueError(
-            f"granularity={granularity!r} is none of {', '.join(GRANULARITIES)}. Give one of these."
+            f"ovpatch: granularity={granularity!r} is unknown. Give one of {', '.join(GRANULARITIES)}."
         )
     found = find_blocks(model, split_names(blocks))
     if not found:
@@ -185,52 +187,52 @@ def recompute(
             else "no list of blocks of one class"
         )
         raise ValueError(
-            f"{type(model).__name__} has {what}. Give names as model.named_modules() shows them, "
-            "with * for a part "
-            'between dots, or a class, as in recompute(model, blocks="model.layers.*").'
+            f"ovpatch: {type(model).__name__} has {what}. Give names as model.named_modules() shows "
+            "them, with * for a part between dots, or a class, as in recompute(model, "
+            'blocks="model.layers.*").'
         )
     if granularity == NONE:
         for block in found:
-            _give_back(block.module)
-        _restore_classes({_find_owner(block) for block, _ in find_owners(_TAKEN)})
+            _detach(block.module)
+        _restore_classes({_find_owner(block) for block, _ in find_owners(_PATCHED)})
         return [block.name for block in found]
-    return take_over(model, found, granularity, split_names(keep))
+    return attach_blocks(model, found, granularity, split_names(keep))
 
 
-# --- blocks that are taken over ---
+# --- patched blocks ---
 
 
-def take_over(
+def attach_blocks(
     model: nn.Module, blocks: Sequence[Block], granularity: str, keep: Sequence[str]
 ) -> list[str]:
-    """Recompute blocks from their next forward on; returns the names of those that can be."""
-    taken = []
+    """Recompute blocks from their next forward on; return the names of the blocks that can be recomputed."""
+    attached = []
     for block in blocks:
-        reason = find_reason_against(block.module)
+        reason = find_fallback_reason(block.module)
         if reason:
-            if _TAKEN not in attached_values(block.module):
-                note_left(reason)
+            if _PATCHED not in attached_values(block.module):
+                note_fallback(reason)
             continue
         owner = _find_owner(block.module)
         if owner not in _wrapped:
             _wrapped[owner] = WrappedForward(owner)
         mark: Mark = granularity, tuple(keep), f"{owner.__module__}.{owner.__qualname__}"
-        block.module.__dict__[BLOCK_MARK], block.module.__dict__[BLOCK_NAME] = mark, block.name
-        COUNTERS.blocks += _TAKEN not in attached_values(block.module)
-        attached_values(block.module)[_TAKEN] = True
-        taken.append(block)
-    if taken:
-        classes = ", ".join(list_class_names(taken))
+        block.module.__dict__[BLOCK_MARK] = mark
+        block.module.__dict__[BLOCK_NAME] = block.name
+        COUNTERS.blocks += _PATCHED not in attached_values(block.module)
+        attached_values(block.module)[_PATCHED] = True
+        attached.append(block)
+    if attached:
+        classes = ", ".join(list_class_names(attached))
         note_model(
-            f"{type(model).__name__}: {len(taken)} blocks of class {classes} are recomputed "
-            f"({granularity}), "
-            f"{taken[0].name} to {taken[-1].name}"
+            f"{type(model).__name__}: {len(attached)} blocks of class {classes} are recomputed "
+            f"({granularity}), {attached[0].name} to {attached[-1].name}"
         )
-    return [block.name for block in taken]
+    return [block.name for block in attached]
 
 
-def find_reason_against(module: nn.Module) -> str:
-    """Return why a block is left to stock, or ""."""
+def find_fallback_reason(module: nn.Module) -> str:
+    """Return the reason for which torch runs a block, or "" if the block can be recomputed."""
     if is_checkpoint_wrapper(module):
         return "the script checkpoints them"
     if isinstance(module, torch.jit.ScriptModule):
@@ -243,14 +245,14 @@ def find_reason_against(module: nn.Module) -> str:
 
 
 def _find_owner(module: nn.Module) -> type[nn.Module]:
-    """Return the class that has a module's forward."""
+    """Return the class that defines a module's forward."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
-def give_back_all() -> None:
-    """Give all blocks and their classes back to stock."""
-    for block, _ in find_owners(_TAKEN):
-        _give_back(block)
+def detach_all() -> None:
+    """Detach from all blocks, and restore their classes."""
+    for block, _ in find_owners(_PATCHED):
+        _detach(block)
     _restore_classes(set())
     while _hook_handles:
         _hook_handles.pop().remove()
@@ -263,18 +265,18 @@ def give_back_all() -> None:
 
 
 def _restore_classes(used: set[type[nn.Module]]) -> None:
-    """Restore the forwards of all classes but those used."""
+    """Restore the forwards of all classes except the used ones."""
     for owner in set(_wrapped) - used:
         _wrapped.pop(owner).restore()
 
 
-def _give_back(block: nn.Module) -> None:
+def _detach(block: nn.Module) -> None:
     for attribute in (BLOCK_MARK, BLOCK_NAME):
         vars(block).pop(attribute, None)
-    attached_values(block).pop(_TAKEN, None)
+    attached_values(block).pop(_PATCHED, None)
 
 
 def fill_backward_waits(ahead: int) -> None:
-    """Have features that communicate in backward launch recomputations before they wait."""
+    """Let features that communicate in backward launch recomputations before they wait."""
     if ahead:
         BACKWARD_WAITS.fill(launch_inside, make_launch_before(ahead))

@@ -44,7 +44,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.__init__",
         wrap=f"{_ATTACH}:wrap_optimizer_init",
-        why="is where a script hands over the parameters that it is going to train, whatever trains them; no hook of "
+        why="is where a script passes the parameters that it is going to train, for any trainer; no hook of "
         "torch is called before the first forward, which would keep all activations",
     )
     patches.register_patch(
@@ -59,7 +59,7 @@ hooks = make_feature_hooks(
     register,
     counters=COUNTERS,
     activate=f"{_ATTACH}:attach_all",
-    deactivate=f"{_ATTACH}:give_back_all",
+    deactivate=f"{_ATTACH}:detach_all",
     remarks=write_remarks,
     fits=fits,
 )

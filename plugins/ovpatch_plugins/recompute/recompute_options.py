@@ -15,7 +15,7 @@ ALWAYS: Final = "always"
 NEVER: Final = "never"
 
 GRANULARITIES: Final = (NONE, FULL, SELECTIVE)
-"""What of a block is recomputed: nothing, all of it, all but attention."""
+"""The part of a block that is recomputed: nothing, all of it, all but attention."""
 
 
 def split_names(text: str) -> tuple[str, ...]:
@@ -42,9 +42,8 @@ OPTIONS: Final = (
         "granularity",
         FULL,
         "What of a block is computed again in backward instead of being kept. full: all of it, so "
-        "only its input is "
-        "kept. selective: all but attention, which is expensive to compute and has small outputs. "
-        "none: nothing.",
+        "only its input is kept. selective: all but attention, which is expensive to compute and has "
+        "small outputs. none: nothing.",
         choices=GRANULARITIES,
         aliases=("mode",),
     ),
@@ -52,9 +51,8 @@ OPTIONS: Final = (
         "blocks",
         "",
         "Which modules are blocks, separated by commas: names, with a * for a part between dots, "
-        "as in "
-        "model.layers.*, or names of classes. Empty: the members of each outermost list of modules "
-        "of one class.",
+        "as in model.layers.*, or names of classes. Empty: the members of each outermost list of "
+        "modules of one class.",
         parse=_parse_blocks,
         values="names or classes, separated by commas",
     ),
@@ -69,10 +67,8 @@ OPTIONS: Final = (
         "ahead",
         1,
         "How many blocks of a pipeline's stage are recomputed before the gradient of the stage's "
-        "output has come. "
-        "Each takes the memory of its activations. 0: none; under tensor parallelism, "
-        "recomputation then starts only "
-        "after the wait for the gradient, too.",
+        "output has come. Each takes the memory of its activations. 0: none; under tensor "
+        "parallelism, recomputation then starts only after the wait for the gradient, too.",
         parse=make_count_parser("a number of blocks, 0 for none"),
         values="a number of blocks",
     ),
@@ -80,10 +76,8 @@ OPTIONS: Final = (
         "check",
         AUTO,
         "When the values that a recomputation saves are compared with those that the forward "
-        "saved. auto: in calls 0, "
-        "1, 2, 4, 8, ... of a block. always: in every call, as under ovpatch verify. never: in "
-        "none; for blocks whose "
-        "operators compute other bits each time.",
+        "saved. auto: in calls 0, 1, 2, 4, 8, ... of a block. always: in every call, as under "
+        "ovpatch verify. never: in none; for blocks whose operators compute other bits each time.",
         choices=(AUTO, ALWAYS, NEVER),
         verified=ALWAYS,
     ),

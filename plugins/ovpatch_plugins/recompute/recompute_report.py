@@ -1,4 +1,4 @@
-"""What the feature did in this process."""
+"""Counters and remarks of the feature in this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
-        blocks: Blocks taken over.
-        calls: Their forwards whose activations were not kept.
+        blocks: Blocks that were attached to.
+        calls: Forwards of these blocks whose activations were not kept.
         recomputations: Forwards that backward ran again.
-        launched_ahead: Those of them that were launched before a wait for a gradient.
+        launched_ahead: Recomputations that were launched before a wait for a gradient.
         compiled_calls: Calls that a compiler traced; their graphs recompute by themselves.
-        stock_calls: Calls left alone, as the script checkpoints them itself, or has forward hooks inside.
+        stock_calls: Calls that torch ran, because the script checkpoints them or has forward hooks inside.
     """
 
     blocks: int = 0
@@ -32,33 +32,36 @@ class Counters(FeatureCounters):
 COUNTERS: Final = Counters()
 
 _models: dict[str, None] = {}
-_left: Counter[str] = Counter()
+# The number of blocks by the reason for their fallback.
+_fallbacks: Counter[str] = Counter()
 _notes: dict[str, None] = {}
 
 
 def note_model(text: str) -> None:
-    """Have the report say which blocks of a model were taken over."""
+    """Add a model and its recomputed blocks to the report."""
     _models[text] = None
 
 
-def note_left(reason: str) -> None:
-    """Have the report say why a block was left to stock."""
-    _left[reason] += 1
+def note_fallback(reason: str) -> None:
+    """Add a block that fell back to torch to the report, with the reason."""
+    _fallbacks[reason] += 1
 
 
 def note(text: str) -> None:
-    """Have the report say something once."""
+    """Add a remark to the report, once."""
     _notes[text] = None
 
 
 def write_remarks() -> Sequence[str]:
-    """Return which blocks are recomputed, which are not, and why."""
-    left = [f"{count} blocks are left to stock: {reason}" for reason, count in _left.items()]
-    return [*_models, *left, *_notes]
+    """Return the blocks that are recomputed, and the blocks that fell back, with reasons."""
+    fallbacks = [
+        f"{count} blocks fall back to torch: {reason}" for reason, count in _fallbacks.items()
+    ]
+    return [*_models, *fallbacks, *_notes]
 
 
 def drop_remarks() -> None:
-    """Forget what was noted."""
+    """Remove all remarks."""
     _models.clear()
-    _left.clear()
+    _fallbacks.clear()
     _notes.clear()

@@ -1,4 +1,4 @@
-"""What ``granularity=selective`` keeps: the outputs of attention, and of operators that the user names."""
+"""The outputs that ``granularity=selective`` keeps: those of attention, and of operators that the user names."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ATTENTION: Final = frozenset(
         "flex_attention",
     }
 )
-"""Operators of attention, by the name in their schema; flash-attn's and xformers' beside torch's."""
+"""Operators of attention, by the name in their schema: torch's, flash-attn's and xformers'."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""The context of a block's forward, and that of its recomputation."""
+"""The contexts of a block's forward and of its recomputation."""
 
 
 def make_contexts(granularity: str, keep: Sequence[str]) -> Contexts:
@@ -46,7 +46,7 @@ def make_contexts(granularity: str, keep: Sequence[str]) -> Contexts:
 
     Args:
         granularity: ``full`` or ``selective``.
-        keep: Further operators to keep, as in the option.
+        keep: Further operators to keep, in the form of the option.
     """
     if granularity == FULL:
         return nullcontext(), nullcontext()
@@ -55,20 +55,20 @@ def make_contexts(granularity: str, keep: Sequence[str]) -> Contexts:
 
 
 def make_compiled_contexts(keep: Sequence[str]) -> Contexts:
-    """Return the contexts of ``selective`` for a compiler, which knows torch's."""
+    """Return the contexts of ``selective`` for a compiler, which knows torch's own contexts."""
     contexts: Contexts = create_selective_checkpoint_contexts(make_policy(tuple(keep)))
     return contexts
 
 
 class _Operators:
-    """Which operators are kept; each is looked up by name once."""
+    """The set of kept operators; the name of each operator is looked up once."""
 
     def __init__(self, keep: Sequence[str]) -> None:
         self._names = ATTENTION | {_name_of_option(name) for name in keep}
-        self.known: dict[
-            int, bool
-        ] = {}  # by id, as the hash of an operator is a function in Python
-        self._seen: list[Any] = []  # so that ids stay theirs
+        # Whether an operator is kept, by its id, because an operator's hash is a slow function in Python.
+        self.known: dict[int, bool] = {}
+        # The operators of these ids; without a reference, another operator could get the id of a freed one.
+        self._seen: list[Any] = []
 
     def find(self, operator: Any) -> bool:
         """Return whether an operator is kept."""
@@ -87,20 +87,21 @@ def _find_operators(keep: tuple[str, ...]) -> _Operators:
 class _Kept:
     """The outputs that one call of a block keeps, by operator, in the order of its calls.
 
-    An entry is None where a call has to be computed again.
+    An output is None if the recomputation must repeat its call.
     """
 
     def __init__(self, keep: tuple[str, ...]) -> None:
         self.operators = _find_operators(keep)
         self.keeps_more = bool(keep)
+        # The detached output, and its tensors with their versions.
         self.outputs: dict[Any, list[tuple[Any, list[tuple[Tensor, int]]] | None]] = {}
 
     def add(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Keep the output of a call, without its graph."""
-        entry = None
+        kept_output = None
         if not _has_to_run_again(operator, args, kwargs):
             detached = tree_map(_detach, output)
-            entry = (
+            kept_output = (
                 detached,
                 [
                     (leaf, leaf._version)
@@ -108,36 +109,38 @@ class _Kept:
                     if isinstance(leaf, Tensor)
                 ],
             )
-        self.outputs.setdefault(operator, []).append(entry)
+        self.outputs.setdefault(operator, []).append(kept_output)
 
 
 class _Mode(TorchDispatchMode):
     """A mode for one call of a block; it does next to nothing for operators that are not kept.
 
     Attributes:
-        repeats_collectives: Whether no collective is kept; else tp_linear leaves linears to stock.
+        repeats_collectives: Whether no collective is kept. Otherwise linears of tp_linear fall back to torch.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not typed in torch
-        self._kept, self._find, self._known = kept, kept.operators.find, kept.operators.known
+        self._kept = kept
+        self._find = kept.operators.find
+        self._known = kept.operators.known
         self.repeats_collectives = not kept.keeps_more
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have no wrapper around each operator that keeps compilers out; no compiler is called inside."""
+        """Return False, since no compiler runs inside; otherwise torch would wrap each operator to keep it out."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions be compiled and run inside."""
+        """Return True, so that compiled functions are compiled and run inside."""
         return True
 
 
 class _Keep(_Mode):
-    """Of a forward: keeps outputs."""
+    """The mode of a forward, which keeps outputs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **kwargs) if kwargs else func(*args)
@@ -147,7 +150,7 @@ class _Keep(_Mode):
 
 
 class _Reuse(_Mode):
-    """Of a recomputation: gives outputs that were kept."""
+    """The mode of a recomputation, which returns the kept outputs."""
 
     def __enter__(self) -> Any:
         self._next: dict[Any, int] = {}
@@ -158,22 +161,23 @@ class _Reuse(_Mode):
             number = self._next.get(func, 0)
             self._next[func] = number + 1
             outputs = self._kept.outputs.get(func, [])
-            # A call more than in the forward is computed: what the block then saves shows that it has changed.
-            entry = outputs[number] if number < len(outputs) else None
-            if entry is not None:
-                output, versions = entry
+            # A recomputation may call an operator more often than the forward did. The surplus call is computed, and
+            # the tensors that the block then saves reveal the difference.
+            kept_output = outputs[number] if number < len(outputs) else None
+            if kept_output is not None:
+                output, versions = kept_output
                 if any(leaf._version != version for leaf, version in versions):
                     raise RuntimeError(
-                        f"the output of {_name(func)} was changed in place behind it, and "
-                        "selective recomputation "
-                        "keeps it. Have the model make a new tensor there, or use granularity=full."
+                        f"ovpatch: the output of {_name(func)} was changed in place after the call, "
+                        "and selective recomputation keeps it. Have the model make a new tensor there, "
+                        "or use granularity=full."
                     )
                 return tree_map(_detach, output)
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _detach(value: Any) -> Any:
-    """Return a tensor without its graph, whose version counts with the one that it shares data with."""
+    """Return a tensor without its graph; both tensors share data and their version counter."""
     if not isinstance(value, Tensor):
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -182,7 +186,7 @@ def _detach(value: Any) -> Any:
 
 @functools.cache
 def make_policy(keep: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Return the policy for torch's selective checkpointing; further operators to keep as in the option."""
+    """Return the policy for torch's selective checkpointing, which also keeps the operators in ``keep``."""
     operators = _find_operators(keep)
 
     def policy(_ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -203,10 +207,11 @@ def _name(operator: Any) -> str:
 
 
 def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call does more than to make its outputs, which a recomputation would lack without it.
+    """Return whether a call has effects besides its outputs that a recomputation must repeat.
 
-    If it moves the random generator, dropout behind it would drop other elements than the forward did. If it writes
-    into a tensor or makes a view, the recomputation's own tensors would not be changed by it, or through it.
+    If a call moves the random generator and were not repeated, dropout after it would drop other elements
+    than the forward did. If a call writes into a tensor or makes a view, the recomputation's own tensors
+    would not be changed by it, or through it.
     """
     schema = getattr(operator, "_schema", None)
     is_random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
@@ -217,8 +222,10 @@ def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
         given = (
             args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         )
+        # The call changes an argument, such as a buffer of the module.
         if is_written and given is not None:
             return True
+        # Operators of attention are tagged as random, but draw numbers only with dropout.
         if argument.name == "dropout_p":
             is_random = bool(given)
     if is_random:

@@ -46,9 +46,9 @@ def test_how_many_parts():
     assert len(make_plan(1, 8).chunks) == 1
     assert len(make_plan(2, 8, "tokens").chunks) == 2
     assert len(make_plan(2, 8, "tokens", 5).chunks) == 5
-    with pytest.raises(ValueError, match="choose one of auto, none, experts, tokens"):
+    with pytest.raises(ValueError, match="Choose one of auto, none, experts, tokens"):
         make_plan(2, 2, "expert")
-    with pytest.raises(ValueError, match="expected a number of parts"):
+    with pytest.raises(ValueError, match="Give a number of parts"):
         make_plan(2, 2, "tokens", -1)
 
 

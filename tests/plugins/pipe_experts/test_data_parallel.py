@@ -616,4 +616,4 @@ def test_of_two_wrappers_the_later_one_has_the_experts(ranks, world, ep):
     for records, text in ranks(world)(wrapped_again, ep):
         for wanted, mine in records:
             compare(wanted, mine).assert_equal()
-        assert "belong to a later wrapper" in text
+        assert "a later wrapper has taken the experts" in text

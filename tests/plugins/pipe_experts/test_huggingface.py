@@ -443,7 +443,7 @@ def disagreeing(path: str) -> None:
 def test_ranks_that_differ_are_told(ranks, saved):
     for error in ranks(2)(error_of, disagreeing, saved["mixtral"]):
         assert "cut" in error
-        assert error.rstrip().endswith("leaves layers to stock.")
+        assert error.rstrip().endswith("leaves layers to torch.")
 
 
 def checkpoints(path: str, folder: str, first: bool, second: bool) -> Record:

@@ -282,4 +282,4 @@ def different_top_k() -> str:
 def test_ranks_that_differ_in_experts_of_a_token_are_told(ranks):
     for text in ranks(2)(different_top_k):
         assert "experts of a token" in text
-        assert text.rstrip().endswith("leaves layers to stock.")
+        assert text.rstrip().endswith("leaves layers to torch.")

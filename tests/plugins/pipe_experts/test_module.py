@@ -97,7 +97,7 @@ def test_a_compiled_call_equals_an_eager_one(ranks):
 def refused() -> list[str]:
     found = []
     for kwargs in ({"experts": 3}, {"experts": 4, "activation": "swish"}):
-        with pytest.raises(ValueError, match="choose") as caught:
+        with pytest.raises(ValueError, match="Choose") as caught:
             ExpertParallelFFN(HIDDEN, 3, **kwargs)
         found.append(str(caught.value))
     return found
@@ -106,7 +106,7 @@ def refused() -> list[str]:
 def test_what_is_refused(ranks):
     for shared, activation in ranks(2)(refused):
         assert "3 experts cannot be shared evenly by 2 ranks" in shared
-        assert "choose one of swiglu, gelu, relu, silu" in activation
+        assert "Choose one of swiglu, gelu, relu, silu" in activation
     with pytest.raises(ValueError, match="init_process_group"):
         ExpertParallelFFN(HIDDEN, 3, 2)
     with pytest.raises(AttributeError, match="nonsense"):
@@ -136,7 +136,8 @@ def test_of_which_group(ranks):
     assert also_same
     assert len(texts) == 2
     assert all(
-        text.startswith("rank 1") and text.endswith("give it the group that it is in")
+        text.startswith("ovpatch: rank 1")
+        and text.endswith("Give the layer the group that this rank is in.")
         for text in texts
     )
     with pytest.raises(ValueError, match="init_process_group"):
@@ -191,7 +192,7 @@ def without_its_group() -> str:
     group = dist.new_group([0, 1])
     layer = ExpertParallelFFN(HIDDEN, 3, 4, group)
     dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="make a new layer") as caught:
+    with pytest.raises(RuntimeError, match="create a new layer") as caught:
         layer(torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     return str(caught.value)
 

@@ -300,7 +300,7 @@ def waited_for_twice() -> str:
         torch.ones(len(sizes), 2), sizes, sizes, dist.group.WORLD
     )
     arriving.wait()
-    with pytest.raises(RuntimeError, match="keep what wait") as caught:
+    with pytest.raises(RuntimeError, match="Keep the result of the first call") as caught:
         arriving.wait()
     return str(caught.value)
 

@@ -164,7 +164,9 @@ def test_what_is_chosen_between():
     assert list(both) == [*known, *(f"{name}, symmetric" for name in known)]
     assert [plan.symmetric for plan in both.values()] == [False] * 3 + [True] * 3
     assert not make_plan(2, 4, "experts", exchange="auto").symmetric, "nothing is measured there"
-    with pytest.raises(ValueError, match="exchange='nccl': choose one of c10d, symmetric, auto"):
+    with pytest.raises(
+        ValueError, match=r"exchange='nccl' is unknown. Choose one of c10d, symmetric, auto"
+    ):
         make_plan(2, 4, exchange="nccl")
 
 
@@ -204,7 +206,7 @@ def lacking(why: str, size: int, group: Any, device: torch.device, prepare: Any)
     ],
 )
 def test_without_gpus_or_memory_auto_is_c10d_and_symmetric_an_error(ranks, why, reason):
-    start = "rows travel by c10d's all-to-alls, not over symmetric memory: "
+    start = "rows are sent by c10d's all-to-alls, not over symmetric memory: "
     for count, error, lines in ranks(2)(stood_down, why, MoEConfig("auto", 2, exchange="auto")):
         assert count == 0
         assert error == ""

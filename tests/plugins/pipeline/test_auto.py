@@ -329,7 +329,7 @@ def test_a_race_that_noise_decides_goes_on_and_is_not_kept(ranks: Any, tmp_path:
     for first, second, files in ranks(2)(_run_undecided, str(tmp_path), timeout=120):
         assert not first.differences, first.differences[:4]
         assert not second.differences, second.differences[:4]
-        assert "times scatter too much to tell, and a later run races again" in " ".join(
+        assert "times scatter too much to decide, and a later run races again" in " ".join(
             first.remarks
         )
         assert "Schedule1F1B runs as 1f1b" in " ".join(first.remarks)
@@ -412,9 +412,9 @@ def test_each_order_has_the_same_turns() -> None:
             True,
             True,
         ] * 2 * ROUNDS
-    assert found.may_go_on
+    assert found.can_continue
     found.add_lap()
-    assert not found.may_go_on
+    assert not found.can_continue
 
 
 def test_turns_that_failed_do_not_count() -> None:

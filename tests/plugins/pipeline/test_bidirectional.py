@@ -376,7 +376,7 @@ def test_what_has_no_two_ways_is_refused(ranks: Any) -> None:
 
 REASONS = {
     "statistics": "layers.0.norm has running statistics",
-    "class": "has an order of its own, not 'Schedule1F1B'. Leave schedule out.",
+    "class": "has its own order, not 'Schedule1F1B'. Leave schedule out.",
     "odd": "5 microbatches do not divide into two directions. Give an even n_microbatches.",
     "ranks": "not 3 ranks",
 }

@@ -25,7 +25,7 @@ from ovpatch_plugins.pipeline.cutting.block_balance import (
     split_blocks,
     split_evenly,
 )
-from ovpatch_plugins.pipeline.cutting.block_stack import find_blocks, prepared
+from ovpatch_plugins.pipeline.cutting.block_stack import find_block_stack, prepared
 from ovpatch_plugins.pipeline.cutting.cut_check import name_args
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import counters
@@ -387,15 +387,15 @@ class _Losing(Decoder):
 
 
 REASONS = {
-    "residuals outside": "what layers.1 returns is not what layers.2 is given",
+    "residuals outside": "the output of layers.1 is not the input of layers.2",
     "skips blocks": "layers.2 to layers.4 depend on layers.0 by more than",
     "no such list": "blocks='layer' names no list",
     "no list": "has no list of blocks of one class",
     "too few": "2 blocks make no 4 stages",
-    "wrapped": "the model is a DistributedDataParallel already",
+    "wrapped": "the model is already a DistributedDataParallel",
     "sizes": "does not divide 5 blocks into 2 stages",
     "schedule": "placement='vee', chunks=2",
-    "draws": "computes other values than the whole model",
+    "draws": "computes other values than the full model",
     "one rank": "(rank 1)",
     "fails": "IndexError: no such thing (in forward(), test_cut.py:",
     "fails, measured": "IndexError: no such thing (in forward(), test_cut.py:",
@@ -406,12 +406,12 @@ REASONS = {
     "scalar": "cut(..., output=lambda result: result.logits)",
     "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
     "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",
-    "noise in training": "whole model in training mode, first at layers.2",
-    "noise through a gate": "whole model in training mode, first at layers.2",
-    "reads in training": "whole model in training mode, first at layers.2",
+    "noise in training": "full model in training mode, first at layers.2",
+    "noise through a gate": "full model in training mode, first at layers.2",
+    "reads in training": "full model in training mode, first at layers.2",
     "writes": "the model's forward writes its parameter positions",
-    "shared counter": "whole model in evaluation mode, first at layers.2",
-    "shared generator": "whole model in evaluation mode, first at layers.2",
+    "shared counter": "full model in evaluation mode, first at layers.2",
+    "shared generator": "full model in evaluation mode, first at layers.2",
 }
 
 
@@ -657,7 +657,7 @@ def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
 
 
 def test_stages_are_balanced_by_time_then_by_memory() -> None:
-    costs = BlockCosts([1.0] * 6, before=1.0, behind=3.0)
+    costs = BlockCosts([1.0] * 6, before=1.0, after=3.0)
     assert split_blocks(costs, (0, 1)) == [
         0,
         4,
@@ -666,7 +666,7 @@ def test_stages_are_balanced_by_time_then_by_memory() -> None:
         [1.0] * 6,
         block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0],
         activation_bytes=[1.0] * 6,
-        behind=0.01,
+        after=0.01,
     )
     assert split_blocks(heavy, (0, 1)) == [0, 3]
     slow = BlockCosts([3.0, 1.0, 1.0, 1.0])
@@ -680,7 +680,7 @@ def test_costs_are_measured_per_block() -> None:
     model = Decoder(layers=3)
     model.layers[1].up = nn.Linear(16, 100000)
     model.layers[1].down = nn.Linear(100000, 16)
-    stack = find_blocks(model)
+    stack = find_block_stack(model)
     ids = torch.zeros(4, CONTEXT, dtype=torch.long)
     with prepared(model, torch.device("cpu")):
         costs = measure_costs(model, stack, (ids,), {}, torch.device("cpu"))
@@ -689,5 +689,5 @@ def test_costs_are_measured_per_block() -> None:
     assert costs.activation_bytes is not None
     assert costs.block_bytes[1] > 100 * costs.block_bytes[0]
     assert costs.activation_bytes[1] > 4 * CONTEXT * 100000 * 4 > costs.activation_bytes[0] > 0
-    assert costs.behind_bytes == 4 * 4 * (16 * WORDS + 32)
+    assert costs.after_bytes == 4 * 4 * (16 * WORDS + 32)
     assert all(module.training for module in model.modules())

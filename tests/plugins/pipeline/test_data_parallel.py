@@ -254,7 +254,7 @@ def _zero_bubble_that_searches() -> list[str]:
 
 def test_zero_bubble_classes_that_torch_begins_are_warned_of(ranks: Any) -> None:
     for remarks in ranks(4)(_zero_bubble_that_searches):
-        assert any("so that replicas differ from then on" in remark for remark in remarks)
+        assert any("so that replicas differ afterwards" in remark for remark in remarks)
 
 
 def _only_a_part_is_wrapped() -> tuple[list[str], list[str]]:

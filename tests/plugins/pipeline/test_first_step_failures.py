@@ -255,7 +255,7 @@ def test_a_rank_that_leaves_the_inference_for_good(ranks: Any) -> None:
         assert texts[0].startswith("left: " if rank == 1 else "PipelineRankError"), texts
         for text in texts[rank == 1 :]:
             assert (
-                "rank 1 failed where torch infers shapes: SystemExit: the stage ends the process"
+                "rank 1 failed during torch's inference of shapes: SystemExit: the stage ends the process"
                 in text
             )
 
@@ -391,7 +391,10 @@ def _wait_too_long() -> tuple[str, float, list[str]]:
 
 
 def test_the_time_out_of_the_group_holds(ranks: Any) -> None:
-    error = "RuntimeError: stage 1 waits for the shapes of stage 0, which have not come from rank 0 within 2 s."
+    error = (
+        "RuntimeError: ovpatch: stage 1 waits for the shapes of stage 0, which have not come from "
+        "rank 0 within 2 s."
+    )
     check(ranks(2)(_wait_too_long), 1, error)
 
 

@@ -233,7 +233,7 @@ def test_fs_of_a_rank_keep_their_sequence_where_random_numbers_are_drawn():
     )
     changed[1].insert(first, changed[1].pop(second))
     check_schedule(changed, placement, stock=stock)
-    with pytest.raises(ScheduleError, match=r"rank 1: .* stands where stock has .* random numbers"):
+    with pytest.raises(ScheduleError, match=r"rank 1: .* runs where stock runs .* random numbers"):
         check_schedule(changed, placement, stock=stock, keep_forward_order=True)
     with pytest.raises(ScheduleError, match="Give the stock schedule"):
         check_schedule(changed, placement, keep_forward_order=True)

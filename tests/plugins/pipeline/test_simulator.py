@@ -226,6 +226,6 @@ def test_checkpointed_stages_hold_more_after_b_than_after_f():
 
 
 def test_stages_of_one_rank_share_its_unit():
-    footprint = Footprint.of_placement(build_placement("vee", ranks=2, chunks=2), deferred=0.5)
+    footprint = Footprint.from_placement(build_placement("vee", ranks=2, chunks=2), deferred=0.5)
     assert footprint.activations == (0.5,) * 4
     assert footprint.deferred == (0.25,) * 4

@@ -355,7 +355,7 @@ def test_a_limit_of_sends_is_left_to_stock(ranks: Any) -> None:
     for changes, remarks in ranks(2)(_limit_sends):
         assert not changes
         assert any(
-            "max_outstanding_sends limits the sends under way" in remark for remark in remarks
+            "max_outstanding_sends limits the sends in flight" in remark for remark in remarks
         )
 
 

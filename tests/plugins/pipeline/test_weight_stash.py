@@ -234,7 +234,7 @@ def test_a_step_that_fails_and_the_next_one(ranks: Any) -> None:
     (first, updates, is_clean), (last, behind, also) = ranks(2)(_fail)
     assert last == "ZeroDivisionError: integer division or modulo by zero"
     assert first.startswith(
-        "PipelineRankError: the pipeline's step failed: rank 1 failed in 1F3: ZeroDivisionError"
+        "PipelineRankError: ovpatch: the pipeline's step failed: rank 1 failed in 1F3: ZeroDivisionError"
     )
     assert behind == 6 + 3 + 6  # three backwards before the failure
     assert 6 + 6 <= updates <= 6 + 3 + 6  # none with zeros of the failed rank

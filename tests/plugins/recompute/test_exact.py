@@ -325,7 +325,7 @@ def _change_what_is_kept() -> str:
 
 def test_a_kept_output_that_was_changed_is_an_error(ranks: Any) -> None:
     (text,) = ranks(1)(_change_what_is_kept)
-    assert "was changed in place behind it" in text
+    assert "was changed in place after the call" in text
     assert text.endswith("use granularity=full.")
 
 
@@ -458,7 +458,10 @@ def test_what_cannot_be_computed_again_is_an_error_with_a_remedy(ranks: Any) -> 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"granularity": "half"}, "granularity='half' is none of none, full, selective"),
+        (
+            {"granularity": "half"},
+            "granularity='half' is unknown. Give one of none, full, selective",
+        ),
         ({"blocks": "layers.*.attention"}, "has no module that blocks='layers.*.attention' names"),
     ],
 )

@@ -302,9 +302,9 @@ def _lose(names: list[str]) -> dict[str, str]:
 def test_what_is_out_of_reach_is_an_error(ranks: Any) -> None:
     (found,) = ranks(1)(_lose, list(LOST))
     for name, text in found.items():
-        assert text.startswith("block layers.1 does not compute the same again: tensor "), (
-            f"{name}: {text}"
-        )
+        assert text.startswith(
+            "ovpatch: block layers.1 does not compute the same again: tensor "
+        ), f"{name}: {text}"
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
 
 
@@ -348,9 +348,9 @@ def _be_late(names: list[str]) -> dict[str, str]:
 def test_state_that_first_changes_in_a_late_call_is_an_error(ranks: Any) -> None:
     (found,) = ranks(1)(_be_late, list(LATE))
     for name, (_, what, remedy) in LATE.items():
-        assert found[name].startswith(f"block layers.0 does not compute the same again: {what}"), (
-            found[name]
-        )
+        assert found[name].startswith(
+            f"ovpatch: block layers.0 does not compute the same again: {what}"
+        ), found[name]
         assert f". {remedy}" in found[name] or f", {remedy}" in found[name], found[name]
         assert found[name].endswith(
             ", leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
@@ -386,7 +386,7 @@ def _lose_attribute() -> str:
 def test_an_attribute_with_a_graph_that_is_gone_is_an_error(ranks: Any) -> None:
     (text,) = ranks(1)(_lose_attribute)
     assert text.startswith(
-        "block layers.1 does not compute the same again: its forward found an attribute that no"
+        "ovpatch: block layers.1 does not compute the same again: its forward found an attribute that no"
     )
     assert (
         "Have the forward write the attribute before it reads it, store a detached tensor in it, "
@@ -607,7 +607,7 @@ def _sample_on_device(names: list[str]) -> dict[str, str]:
 def test_samples_on_devices_are_read_once_a_backward(ranks: Any) -> None:
     (found,) = ranks(1)(_sample_on_device, ["generator", "generator of the script", "dropout"])
     assert found["generator"] == found["dropout"] == "1 no error"
-    assert found["generator of the script"].startswith("1 block layers.")
+    assert found["generator of the script"].startswith("1 ovpatch: block layers.")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """``schedule=auto``: an order solved from costs of the first steps, raced against the order as given.
 
-All ranks of the job decide alike, also those of other replicas of the pipeline: collectives inside of computations,
-as those of tensor parallelism, and reductions of stages keep one sequence in the whole job.
+All ranks of the job decide the same, also the ranks of other replicas of the pipeline. Collectives inside of
+computations, such as those of tensor parallelism, and reductions of stages must keep one sequence in the whole job.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport
 from ovpatch_plugins.pipeline.runtime.engine import Engine, Programs, StepInputs
 
 WARM_UP: Final = 2
-"""Steps before costs are measured."""
+"""The number of steps before costs are measured."""
 
 MEASURED: Final = 4
-"""Steps of which costs are taken."""
+"""The number of steps whose costs are measured."""
 
 PLAN_ROUNDS: Final = 2
-"""Rounds of the race of all orders, of which a plan shows the times."""
+"""The rounds of the race of all orders whose times a plan shows."""
 
 _REMEDY: Final = (
-    "With schedule=auto every rank of the job runs a pipeline, with the same calls. Set "
-    "OVPATCH_PIPELINE_SCHEDULE=as-given where some ranks run none."
+    "With schedule=auto every rank of the job must run a pipeline, with the same calls. Set "
+    "OVPATCH_PIPELINE_SCHEDULE=as-given if some ranks run none."
 )
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline that an order is chosen for.
+    """The pipeline for which an order is chosen.
 
     Attributes:
         name: Class of the schedule.
         orders: The order as given.
         placement: Rank of each stage.
-        microbatches: Their number.
+        microbatches: Number of microbatches.
         group: Its process group.
-        device: Where its stages compute.
+        device: The device on which its stages compute.
         options: Resolved options of the feature.
     """
 
@@ -100,20 +100,23 @@ class Pipeline:
 
 
 class AutoSchedule:
-    """Runs an engine's steps, and finds the order for it on the way.
+    """The controller that finds an order for an engine while the engine runs its steps.
 
-    [Note: steps of schedule=auto] The order as given runs for :data:`WARM_UP` steps and :data:`MEASURED` more, of which
-    costs are taken. Then the first rank of the job solves, and tells the others. Orders run in turns, lap by lap, each
-    with weight gradients deferred as without a race, until it is sure that another one is clearly faster or that none
-    is. What it is not sure of does not replace the order as given. Ranks count calls, not successes: a rank that had
-    finished a step before another one failed is at the same number.
+    [Note: steps of schedule=auto] The order as given runs for :data:`WARM_UP` steps and for :data:`MEASURED` more,
+    whose costs are measured. Then the first rank of the job solves, and sends the orders to its peers. Orders run in
+    turns, lap by lap, each with weight gradients deferred as without a race. The race ends when another order is
+    surely faster, or surely none is. In doubt, the order as given stays. Ranks count calls, not successes. So a rank
+    that had finished a step before a peer failed is at the same number.
 
     Args:
         engine: Runs the steps.
-        pipeline: What is known of the pipeline.
+        pipeline: The pipeline.
         plan: Returns this rank's programs of an order. All ranks call this.
         report: Gets the choice.
-        directory: The user's cache; None keeps nothing.
+        directory: The user's cache; None for no cache.
+
+    Attributes:
+        is_final: Whether an order is chosen.
     """
 
     may_change_order = True
@@ -132,36 +135,47 @@ class AutoSchedule:
         self._plan = plan
         self._report = report
         self._directory = directory
+        # The program of the order as given.
         self._given = engine.program
         self._world: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        # All ranks of the job make their objects in the same order, so the number is the same.
         number = next(group_state(self._world).get_or_create(("pipeline", "auto"), itertools.count))
         self._topic = f"pipeline: schedule=auto {number}"
         self._plan_file = str(pipeline.options.get("plan_file", ""))
         self._probe = StageProbe(engine.stages, pipeline.device)
+        # The number of started steps.
         self._calls = 0
+        # - The race
+        # The candidates and this rank's programs for them; the order as given comes first.
         self._candidates: list[Candidate] = []
         self._programs: list[Programs] = []
+        # The turn of the running step, and the timer of that step.
         self._turn: Turn | None = None
         self._timer: StepTimer | None = None
-        self._settled: set[int] = set()  # candidates that have had a turn
+        # Candidates that have had a turn.
+        self._settled: set[int] = set()
         self._race: Race | None = None
+        # The value of `_calls` in the race's first step.
         self._race_begins = 0
+        # Whether torch's own runtime has its turn.
         self._runs_stock = False
+        # - Measurements and choices
         self._measured: PipelineCosts | None = None
         self._cache: ScheduleCache | None = None
+        # The choice of an earlier run.
         self._kept: ChosenOrder | None = None
         report.notes = ["schedule=auto: the order as given runs while costs are measured"]
 
     @property
     def next_controller(self) -> AutoSchedule | Prediction:
-        """The controller of the next step: this one until an order is chosen, then its prediction."""
+        """The controller of the next step: this object until an order is chosen, then the order's prediction."""
         return self._report.prediction if self.is_final else self
 
     def before_step(self, inputs: StepInputs) -> bool:
-        """Prepare a step; some begin with an agreement of all ranks of the job.
+        """Prepare a step; in some steps, all ranks of the job agree first.
 
         Returns:
-            Whether torch runs the step, which a plan measures as well.
+            Whether torch runs the step. A plan measures torch as well.
 
         Raises:
             RankMismatchError: A rank of the job does not take part in an agreement.
@@ -173,13 +187,13 @@ class AutoSchedule:
         return self._runs_stock
 
     def after_step(self) -> None:
-        """Count the time of a step that has succeeded."""
+        """Add the time of a step that has succeeded."""
         if self._timer is not None and self._turn is not None and self._race is not None:
             self._timer.stop()
             self._race.add_time(self._turn, self._timer)
 
     def _prepare_step(self, inputs: StepInputs) -> Turn | None:
-        """Do what is due before a step; return the turn that its time counts for, if any."""
+        """Do the work that is due before a step; return the turn for which its time counts, if any."""
         if self._calls == 1:
             self._look_up(inputs)
         if self.is_final:
@@ -201,7 +215,7 @@ class AutoSchedule:
         return turn if turn.is_timed else None
 
     def _take_turn(self, candidate: int) -> None:
-        """Run another order from this step on."""
+        """Run a candidate from this step on."""
         schedule = self._candidates[candidate].schedule
         self._runs_stock = self._candidates[candidate].name == STOCK_NAME
         if self._runs_stock:
@@ -213,7 +227,7 @@ class AutoSchedule:
             self.engine.settling = self._programs[candidate].settling
 
     def _split(self, schedule: Schedule) -> None:
-        """Defer weight gradients as an order needs it; the costs of the first steps are those of Ws by themselves."""
+        """Defer weight gradients as an order needs it; in the first steps, all Ws are measured separately."""
         split = {action.stage for order in schedule for action in order if action.kind is Kind.W}
         for index, stage in self.engine.stages.items():
             stage.set_splits(index in split)
@@ -229,7 +243,7 @@ class AutoSchedule:
         return found
 
     def _look_up(self, inputs: StepInputs) -> None:
-        """Take the order that an earlier run has chosen, if there is one."""
+        """Take the order that an earlier run has chosen, if any."""
         limit = wait_limit_s(self._world, LATE_START_S)
         check_consistent(self._world, self._topic, {}, timeout_s=limit, remedy=_REMEDY)
         facts = [json.dumps(self._describe_environment(inputs), sort_keys=True)]
@@ -240,18 +254,20 @@ class AutoSchedule:
         if found is None:
             return
         self._kept = ChosenOrder.from_json(found)
+        # If a rank has several stages, the first steps must show whether Fs draw random numbers.
         if len(self._pipeline.placement) == len(self._pipeline.orders):
-            self._take_kept()  # else it has to be seen first whether Fs draw random numbers
+            self._take_kept()
 
     def _take_kept(self) -> None:
-        """Run the order that an earlier run has chosen, unless this pipeline may not."""
+        """Run the order that an earlier run has chosen, unless this pipeline must not run it."""
         choice = self._kept
         if choice is None:
             return
         try:
             self._check(choice.schedule)
         except ScheduleError:
-            return  # written by another version, or Fs draw random numbers now: all ranks see the same
+            # Another version wrote it, or Fs now draw random numbers. All ranks find the same.
+            return
         steps = ", ".join(
             f"{name} {1000 * seconds:.1f} ms" for name, seconds in choice.steps.items()
         )
@@ -262,7 +278,7 @@ class AutoSchedule:
         self._settle(choice.schedule, choice.name, [note])
 
     def _start_race(self) -> None:
-        """Exchange costs, solve on the first rank of the job, and line the orders up."""
+        """Exchange costs, solve on the first rank of the job, and start a race of the orders."""
         pipeline = self._pipeline
         sends = measure_sends(
             self.engine.messages,
@@ -282,7 +298,7 @@ class AutoSchedule:
             draws=self._probe.draws and len(pipeline.placement) > len(pipeline.orders),
         )
         found = merge_costs(
-            [RankCosts(**one) for one in self._gather(mine.to_json())], pipeline.placement
+            [RankCosts(**costs) for costs in self._gather(mine.to_json())], pipeline.placement
         )
         if isinstance(found, str):
             self._keep_as_given(found)
@@ -291,11 +307,11 @@ class AutoSchedule:
         self._take_kept()
         if self.is_final:
             return
-        told = self._publish(self._solve(found) if self._world.rank() == 0 else {})
-        self._candidates = [Candidate.from_json(one) for one in told["candidates"]]
+        solved = self._publish(self._solve(found) if self._world.rank() == 0 else {})
+        self._candidates = [Candidate.from_json(data) for data in solved["candidates"]]
         if len(self._candidates) < 2:
-            self._keep_as_given(told["remark"] or "no order is expected to be faster")
-            if not told["remark"]:
+            self._keep_as_given(solved["remark"] or "no order is expected to be faster")
+            if not solved["remark"]:
                 self._write_choice(0, {})
             return
         for candidate in self._candidates:
@@ -308,7 +324,7 @@ class AutoSchedule:
         names = " and ".join(candidate.name for candidate in self._candidates[1:])
         self._report.notes = [
             f"schedule=auto: {names} races against the order as given",
-            *filter(None, [told["remark"]]),
+            *filter(None, [solved["remark"]]),
         ]
 
     def _solve(self, measured: PipelineCosts) -> dict[str, Any]:
@@ -321,16 +337,16 @@ class AutoSchedule:
             str(pipeline.options["memory_limit"]),
             plans=bool(self._plan_file),
         )
-        return {"candidates": [one.to_json() for one in candidates], "remark": remark}
+        return {"candidates": [candidate.to_json() for candidate in candidates], "remark": remark}
 
     def _race_on(self, race: Race) -> bool:
-        """Add a lap where noise may have decided; else take the order that was fastest on the slowest rank."""
+        """Add a lap if noise may have decided; otherwise choose by the times of the slowest rank."""
         if self._pipeline.device.type == "cuda":
             torch.cuda.synchronize(self._pipeline.device)
         seconds = merge_ranks(self._gather(race.read()))
         orders = [candidate for candidate in self._candidates if candidate.name != STOCK_NAME]
         verdict = judge(seconds[: len(orders)])
-        if not verdict.is_sure and race.may_go_on:
+        if not verdict.is_sure and race.can_continue:
             race.add_lap()
             return True
         self._finish_plan(find_medians(seconds))
@@ -344,15 +360,15 @@ class AutoSchedule:
         if len(steps) == 1:
             self._keep_as_given("no order is expected to be faster")
         elif not best:
-            other = min(range(1, len(steps)), key=steps.__getitem__)
-            rival = self._candidates[other]
+            fastest = min(range(1, len(steps)), key=steps.__getitem__)
+            rival = self._candidates[fastest]
             doubt = (
                 ""
                 if verdict.is_sure
-                else "; times scatter too much to tell, and a later run races again"
+                else "; times scatter too much to decide, and a later run races again"
             )
             self._keep_as_given(
-                f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[other]:.1f} ms of "
+                f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[fastest]:.1f} ms of "
                 f"{rival.name} "
                 f"(predicted {1000 * given.predicted:.1f} and {1000 * rival.predicted:.1f}){doubt}"
             )
@@ -368,31 +384,34 @@ class AutoSchedule:
             self._write_choice(best, dict(zip(names, steps, strict=True)))
 
     def _write_choice(self, best: int, steps: Mapping[str, float]) -> None:
-        """Keep a choice for later runs."""
+        """Write a choice for later runs."""
         if self._world.rank() == 0 and self._cache is not None and not self._plan_file:
             chosen = self._candidates[best]
             finite = {name: seconds for name, seconds in steps.items() if math.isfinite(seconds)}
             self._cache.write(ChosenOrder(chosen.name, chosen.schedule, finite))
 
-    # --- what is chosen ---
+    # --- the chosen order ---
 
-    def _keep_as_given(self, why: str) -> None:
+    def _keep_as_given(self, reason: str) -> None:
         self._settle(
             self._pipeline.orders,
             AS_GIVEN_NAME,
-            [f"schedule=auto: the order as given stays: {why}"],
+            [f"schedule=auto: the order as given stays: {reason}"],
         )
 
     def _settle(self, schedule: Schedule, name: str, notes: Sequence[str]) -> None:
-        """Run an order from now on."""
-        self.is_final, self._runs_stock = True, False
+        """Run an order in all further steps."""
+        self.is_final = True
+        self._runs_stock = False
         pipeline = self._pipeline
         is_given = write_orders(schedule) == write_orders(pipeline.orders)
         program = self._given if is_given else self._plan(schedule).steady
         self._split(schedule)
         if self._programs and pipeline.device.type == "cuda":
-            torch.cuda.empty_cache()  # else what only the other orders need stays allocated
-        self._programs, self._race = [], None
+            # Otherwise memory that only the other orders need would stay allocated.
+            torch.cuda.empty_cache()
+        self._programs = []
+        self._race = None
         self._report.prediction = Prediction(
             pipeline.group, schedule, pipeline.placement, self.engine.times
         )
@@ -411,14 +430,12 @@ class AutoSchedule:
         )
 
     def _finish_plan(self, steps: Sequence[float]) -> None:
-        """Write the plan, if there is to be one; all ranks know that it is there behind this."""
+        """Write the plan if the user wants one; afterwards all ranks know that its file exists."""
         if not self._plan_file:
             return
         if self._world.rank() == 0 and self._measured is not None:
-            pipeline, numbers = (
-                self._pipeline,
-                (self._pipeline.microbatches, self._pipeline.placement),
-            )
+            pipeline = self._pipeline
+            numbers = (pipeline.microbatches, pipeline.placement)
             write_plan(
                 Path(self._plan_file),
                 pipeline.name,
@@ -430,7 +447,7 @@ class AutoSchedule:
         self._gather("written")
 
     def _list_facts(self) -> dict[str, Any]:
-        """Return what is alike in all pipelines of a job that decides at all."""
+        """Return the facts that must be the same in all pipelines of a job, or no order is chosen."""
         pipeline = self._pipeline
         orders = " / ".join(write_orders(pipeline.orders))
         return {
@@ -444,7 +461,7 @@ class AutoSchedule:
         }
 
     def _describe_environment(self, inputs: StepInputs) -> dict[str, Any]:
-        """Return what times depend on, on this rank: shapes, device and versions."""
+        """Return the facts on which this rank's times depend: shapes, device and versions."""
         device = self._pipeline.device
         stages = {
             index: [
@@ -456,7 +473,7 @@ class AutoSchedule:
         return {
             "stages": stages,
             "inputs": [
-                list(one.shape) for one in _list_tensors((inputs.args[0], inputs.kwargs[0]))
+                list(tensor.shape) for tensor in _list_tensors((inputs.args[0], inputs.kwargs[0]))
             ],
             "device": torch.cuda.get_device_name(device)
             if device.type == "cuda"

@@ -1,6 +1,6 @@
-"""What a pipeline costs, measured in its own steps: times of stages, memory of microbatches, and transfers.
+"""The costs of a pipeline, measured in its own steps: times of stages, memory of microbatches, and transfers.
 
-Each rank measures its own part (:class:`RankCosts`); :func:`merge_costs` makes one problem of those of all ranks.
+Each rank measures its own part (:class:`RankCosts`). :func:`merge_costs` makes one problem of all parts.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from ovpatch.planner.solver import Problem
 from ovpatch_plugins.pipeline.runtime.stage import Stage
 from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 
-_MARGIN: Final = 0.1  # of a device's memory, for fragments and for what later steps allocate
-_MOST_TIMES: Final = 2.0  # of what 1F1B holds, where no limit is given
-_TRANSFERS: Final = 4  # the first connects
+# The part of a device's memory that stays free for fragments and for allocations of later steps.
+_MARGIN: Final = 0.1
+# The memory that an order may hold without a limit, in units of 1F1B's.
+_MAX_TIMES: Final = 2.0
+# The number of measured transfers; the first also connects the ranks.
+_TRANSFERS: Final = 4
 
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What one rank measured, as JSON types.
+    """The measurements of one rank, as JSON types.
 
     Attributes:
         ranks: Global ranks of its pipeline.
-        facts: What must be alike in all pipelines of a job: classes, numbers and options.
+        facts: Facts that must be the same in all pipelines of a job: classes, numbers and options.
         times: Seconds of F, B and W of its stages, by stage.
         memory: Bytes that a microbatch holds from F to B and from B to W, by stage; empty on a CPU.
         spare: Bytes that were free at the peak, less a margin; None on a CPU.
         sends: Seconds of a transfer, by edge as ``sender-receiver``.
-        overhead: Seconds of a step beside its computations and waits.
+        overhead: Seconds of a step that are neither computations nor waits.
         draws: Whether an F draws random numbers.
     """
 
@@ -61,12 +64,12 @@ class RankCosts:
 class StageProbe:
     """Observes a rank's computations: the memory that they leave, and the random numbers that Fs draw.
 
-    Memory is that of torch's allocator, which the host knows without waiting for the device.
+    Torch's allocator counts the memory, so the host reads it without waiting for the device.
 
     Args:
         stages: The rank's stages, by index.
-        device: Where they compute.
-        allocated: Returns the allocated bytes; None where they are not known.
+        device: The device on which they compute.
+        allocated: Returns the allocated bytes. Default: those of a CUDA device, unknown on a CPU.
 
     Attributes:
         draws: Whether an F has drawn random numbers.
@@ -79,17 +82,21 @@ class StageProbe:
         allocated: Callable[[], int] | None = None,
     ) -> None:
         self.draws = False
-        self._stages, self._device = stages, device
+        self._stages = stages
+        self._device = device
         on_cuda = device.type == "cuda"
         self._allocated = allocated or (
             (lambda: torch.cuda.memory_allocated(device)) if on_cuda else None
         )
+        # The bytes by which each computation changed the memory.
         self._changes: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+        # The memory and the state of the random generator before the running computation.
         self._before = 0
         self._state: Tensor
 
     def start_action(self, stage: int, kind: Kind) -> None:
         """Note the memory before a computation."""
+        # Computations of a rank run one at a time, so the difference belongs to this one.
         self._before = self._read()
         if kind is Kind.F:
             self._state = self._random_state()
@@ -122,7 +129,7 @@ class StageProbe:
 
 
 def read_times(times: StepTimes, stages: Mapping[int, Stage]) -> dict[str, list[float]]:
-    """Return the seconds of F, B and W by stage; a full backward that nothing splits is a B."""
+    """Return the seconds of F, B and W by stage; a full backward that is not split counts as B."""
     found = {}
     for index in stages:
         backward = times.cost(index, Kind.B) or times.cost(index, Kind.BW)
@@ -131,7 +138,7 @@ def read_times(times: StepTimes, stages: Mapping[int, Stage]) -> dict[str, list[
 
 
 def read_spare(device: torch.device) -> float | None:
-    """Return how many bytes of a device were free at the process's peak, less a margin; None on a CPU."""
+    """Return the bytes of a device that were free at the process's peak, less a margin; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -150,15 +157,15 @@ def measure_sends(
     rank: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """Return the seconds of a transfer on each edge between this rank and another, by ``sender-receiver``.
+    """Return the seconds of a transfer on each edge between this rank and a peer, by ``sender-receiver``.
 
-    All ranks of the pipeline call this. Neighbours pass a stage's output and input gradient to and fro, one pair of
-    stages after the other.
+    All ranks of the pipeline call this. Neighbors send a stage's output and its input gradient back and forth, for
+    one pair of stages after another.
     """
     found: dict[str, float] = {}
     messages.start_step()
     for own in stages.values():
-        # An evaluation between steps has given them back.
+        # An evaluation between steps may have restored torch's buffers.
         own.buffers.take()
     for stage, (lower, upper) in enumerate(itertools.pairwise(placement)):
         if lower == upper or rank not in (lower, upper):
@@ -169,6 +176,7 @@ def measure_sends(
         seconds = []
         for _ in range(_TRANSFERS):
             started = time.perf_counter()
+            # The lower rank sends first, then the upper rank sends back. A transfer takes half of that time.
             for sends in (is_lower, not is_lower):
                 if sends:
                     messages.send(sent, peer)
@@ -193,11 +201,11 @@ def measure_sends(
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """What all ranks measured, the slowest and fullest of all pipelines of a job.
+    """The measurements of all ranks; of several pipelines of a job, the slowest and fullest count.
 
     Attributes:
         costs: Seconds, by stage and edge.
-        footprint: Bytes, by stage; None where they are not known, so that stages count as equal.
+        footprint: Bytes, by stage; None if they are unknown, so that stages count as equal.
         spare: Bytes that were free, by rank of the pipeline; empty on a CPU.
         draws: Whether an F draws random numbers.
     """
@@ -221,31 +229,33 @@ class PipelineCosts:
 
 
 def merge_costs(found: Sequence[RankCosts], placement: Placement) -> PipelineCosts | str:
-    """Return the costs that all ranks decide by, or why there are none.
+    """Return the costs by which all ranks decide, or the reason for which there are none.
 
-    Replicas of a pipeline run the same order: collectives inside of computations, as those of tensor parallelism,
-    would otherwise meet others. So the slowest replica of a stage counts, and the fullest.
+    Replicas of a pipeline must run the same order. Otherwise collectives inside of computations, such as those of
+    tensor parallelism, would meet other collectives. So the slowest and the fullest replica of a stage count.
     """
-    if any(one.facts != found[0].facts for one in found):
+    if any(costs.facts != found[0].facts for costs in found):
         return "the pipelines of this job differ"
     stages = range(len(placement))
     times: list[list[Sequence[float]]] = [
-        [one.times[str(s)] for one in found if str(s) in one.times] for s in stages
+        [costs.times[str(s)] for costs in found if str(s) in costs.times] for s in stages
     ]
-    if not all(times) or any(not sum(entry) for entries in times for entry in entries):
+    if not all(times) or any(not sum(replica) for replicas in times for replica in replicas):
         return "not all stages have run"
     forward, backward, weight = (
-        [max(entry[k] for entry in entries) for entries in times] for k in range(3)
+        [max(replica[k] for replica in replicas) for replicas in times] for k in range(3)
     )
     sends: dict[tuple[int, int], float] = {}
-    for one in found:
-        for edge, seconds in one.sends.items():
+    for costs in found:
+        for edge, seconds in costs.sends.items():
             sender, receiver = map(int, edge.split("-"))
             sends[sender, receiver] = max(seconds, sends.get((sender, receiver), 0.0))
-    held = [[one.memory[str(s)] for one in found if str(s) in one.memory] for s in stages]
+    held = [[costs.memory[str(s)] for costs in found if str(s) in costs.memory] for s in stages]
     footprint = None
-    if all(held) and all(entry[0] > 0 for entries in held for entry in entries):
-        parts = [tuple(max(entry[k] for entry in entries) for entries in held) for k in range(2)]
+    if all(held) and all(replica[0] > 0 for replicas in held for replica in replicas):
+        parts = [
+            tuple(max(replica[k] for replica in replicas) for replicas in held) for k in range(2)
+        ]
         footprint = Footprint(parts[0], parts[1])
     return PipelineCosts(
         Costs(
@@ -257,25 +267,26 @@ def merge_costs(found: Sequence[RankCosts], placement: Placement) -> PipelineCos
         ),
         footprint,
         _merge_spare(found, placement),
-        any(one.draws for one in found),
+        any(costs.draws for costs in found),
     )
 
 
-def _rank_of(one: RankCosts, placement: Placement) -> int:
-    return placement[int(next(iter(one.times)))]
+def _find_rank(costs: RankCosts, placement: Placement) -> int:
+    return placement[int(next(iter(costs.times)))]
 
 
 def _merge_overheads(found: Sequence[RankCosts], placement: Placement) -> tuple[float, ...]:
     merged = [0.0] * (max(placement) + 1)
-    for one in found:
-        merged[_rank_of(one, placement)] = max(one.overhead, merged[_rank_of(one, placement)])
+    for costs in found:
+        rank = _find_rank(costs, placement)
+        merged[rank] = max(costs.overhead, merged[rank])
     return tuple(merged)
 
 
 def _merge_spare(found: Sequence[RankCosts], placement: Placement) -> list[float]:
     merged = []
     for rank in range(max(placement) + 1):
-        own = [one.spare for one in found if _rank_of(one, placement) == rank]
+        own = [costs.spare for costs in found if _find_rank(costs, placement) == rank]
         known = [spare for spare in own if spare is not None]
         if not known:
             return []
@@ -284,9 +295,9 @@ def _merge_spare(found: Sequence[RankCosts], placement: Placement) -> list[float
 
 
 def find_unit(measured: PipelineCosts, placement: Placement, microbatches: int) -> float:
-    """Return what 1F1B holds on its fullest rank, in the unit of the footprint."""
+    """Return the memory that 1F1B holds on its fullest rank, in the unit of the footprint."""
     ranks = max(placement) + 1
-    footprint = measured.footprint or Footprint.of_placement(placement)
+    footprint = measured.footprint or Footprint.from_placement(placement)
     pairs = list(zip(footprint.activations, placement, strict=True))
     fullest = max(sum(held for held, owner in pairs if owner == rank) for rank in range(ranks))
     return min(ranks, microbatches) * fullest
@@ -299,15 +310,16 @@ def make_problem(
     stock: Schedule,
     limit: MemoryLimit,
 ) -> tuple[Problem, str]:
-    """Return what the solver solves, and what is said of the memory limit.
+    """Return the problem for the solver, and a remark on the memory limit.
 
-    Without a limit, an order may hold twice what 1F1B holds, as ZB-H2 does: more memory makes steps hardly shorter.
+    Without a limit, an order may hold twice the memory of 1F1B, as ZB-H2 does: with more memory, steps get hardly
+    shorter.
 
-    A checkpointed stage holds more after B than after F, and its full backward holds that for a moment, too. So one
-    deferred microbatch beyond the limit is allowed where it is larger.
+    A checkpointed stage holds more after B than after F, and for a moment its full backward holds as much. So one
+    deferred microbatch beyond the limit is allowed if it is larger.
     """
     ranks = max(placement) + 1
-    footprint = measured.footprint or Footprint.of_placement(placement)
+    footprint = measured.footprint or Footprint.from_placement(placement)
     unit, remark = find_unit(measured, placement, microbatches), ""
     if limit.size is not None and measured.footprint is None:
         limit, remark = (
@@ -320,13 +332,15 @@ def make_problem(
         limits = [limit.times * unit] * ranks
     elif limit.size is not None:
         limits = [float(limit.size)] * ranks
-    else:  # at its peak the order as given held what it holds at most, and the rest was free
+    else:
+        # At the peak, the order as given held its largest memory, and the rest was free.
         held = [peak_memory(order, footprint) for order in stock]
         limits = [
-            min(most + max(0.0, spare), max(_MOST_TIMES * unit, most))
+            min(most + max(0.0, spare), max(_MAX_TIMES * unit, most))
             for most, spare in zip(held, measured.spare, strict=True)
         ]
     pairs = list(zip(footprint.activations, footprint.deferred, strict=True))
+    # On each rank, the amount by which a deferred microbatch is larger.
     extra = [
         max(
             max(0.0, after - before)

@@ -1,7 +1,7 @@
-"""The orders that ``schedule=auto`` races, the plan of ``ovpatch pipeline`` that is made of them, and what was chosen.
+"""The orders that ``schedule=auto`` races, the plan of ``ovpatch pipeline`` about them, and the chosen order.
 
-Choices are files of the user's cache, one a pipeline. The first rank of a job reads and writes them, and tells the
-others. A file that cannot be read is written again.
+Choices are files in the user's cache, one for each pipeline. The first rank of a job reads and writes them, and sends
+them to its peers. A file that cannot be read is overwritten.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ AS_GIVEN_NAME: Final = "as given"
 STOCK_NAME: Final = "stock"
 """The name of torch's own runtime in a plan."""
 
-_GAIN: Final = 0.002  # by which an order is expected to be shorter before it is raced
-_FORMAT: Final = 2  # of the files; those of 1 may hold more memory than is allowed now
+# The part by which an order is expected to be shorter before it is raced.
+_GAIN: Final = 0.002
+# The format of the files. Orders in files of format 1 may hold more memory than is allowed now.
+_FORMAT: Final = 2
+# The memory limits for which a plan has a solved order.
 _PLANNED: Final = ("1x", "1.5x", "2x")
 
 
@@ -44,10 +47,10 @@ class Candidate:
     """An order that may be run.
 
     Attributes:
-        name: What it is called in the report.
+        name: Its name in the report.
         schedule: Orders by rank.
         predicted: Simulated seconds of a step.
-        memory: What it holds on the fullest rank, in units of 1F1B's.
+        memory: Memory on the fullest rank, in units of 1F1B's.
         setting: Options that make the feature run it, by name.
     """
 
@@ -67,7 +70,7 @@ class Candidate:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Candidate:
-        """Return what :meth:`to_json` wrote."""
+        """Return the candidate that :meth:`to_json` wrote."""
         return cls(**{**data, "schedule": read_orders(data["schedule"])})
 
 
@@ -80,16 +83,16 @@ def find_candidates(
     *,
     plans: bool,
 ) -> tuple[list[Candidate], str]:
-    """Return the order as given and those that may be faster, and a remark.
+    """Return the order as given and orders that may be faster, and a remark.
 
     Args:
-        measured: What all ranks measured.
+        measured: The measurements of all ranks.
         placement: Rank of each stage.
-        microbatches: Their number.
+        microbatches: Number of microbatches.
         stock: The order as given.
         memory_limit: The option.
-        plans: Return all fixed orders and one solved for each of some limits, whatever is expected of them, and last
-            the runtime of torch.
+        plans: Whether to return all fixed orders and a solved order for each of several limits, even if they are not
+            expected to be faster, and last the runtime of torch.
     """
     unit = find_unit(measured, placement, microbatches)
     given = _simulate(stock, placement, measured)
@@ -116,8 +119,9 @@ def find_candidates(
     remarks, solved, limits = list[str](), list[tuple[Problem, Solution]](), list[str]()
     for text in texts:
         limit = read_memory_limit(text)
+        # On a CPU, auto is the same as 1x.
         if plans and limit == MemoryLimit() and not measured.spare:
-            continue  # the same as 1x
+            continue
         problem, remark = make_problem(measured, placement, microbatches, stock, limit)
         remarks.append(remark)
         try:
@@ -153,7 +157,7 @@ def _name_solution(solution: Solution, text: str, unit: float) -> Candidate:
 
 
 def _merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the orders that run differently, each with the names of all that are equal."""
+    """Return the orders that run differently, each with the names of all equal orders."""
     kept: dict[str, Candidate] = {}
     for candidate in candidates:
         text = " / ".join(write_orders(split_backwards(candidate.schedule)))
@@ -172,21 +176,21 @@ def write_plan(
     candidates: Sequence[Candidate],
     steps: Sequence[float],
 ) -> None:
-    """Write what was measured for ``ovpatch pipeline``, as JSON data.
+    """Write the measurements for ``ovpatch pipeline``, as JSON data.
 
     Args:
-        path: The file; it is there as a whole or not at all.
+        path: The file; it exists entirely or not at all.
         name: Class of the schedule.
         measured: Costs.
-        numbers: Microbatches, and the rank of each stage.
-        candidates: Orders that were raced, with that of torch's runtime as the last one.
-        steps: Measured seconds of a step of each; infinite where unknown.
+        numbers: Number of microbatches, and the rank of each stage.
+        candidates: Orders that were raced; torch's runtime is the last.
+        steps: Measured seconds of a step of each; infinite if unknown.
     """
     microbatches, placement = numbers
     problem, _ = make_problem(
         measured, placement, microbatches, candidates[0].schedule, MemoryLimit(1.0)
     )
-    # The runtime of torch is the first row.
+    # In the file, the runtime of torch is the first row.
     candidates, steps = [candidates[-1], *candidates[:-1]], [steps[-1], *steps[:-1]]
     best = min(range(1, len(steps)), key=steps.__getitem__)
     if math.isfinite(steps[0]) and not steps[best] < CLEAR * steps[0]:
@@ -194,6 +198,7 @@ def write_plan(
     stock = simulate(
         candidates[0].schedule, placement, measured.costs, footprint=measured.footprint
     )
+    # The engine sends input gradients earlier than torch, so the simulations differ.
     winner = _simulate(candidates[best].schedule, placement, measured) if best else stock
     work = max(winner.busy)
     rows = [
@@ -236,7 +241,7 @@ class ChosenOrder:
     """An order that has won a race.
 
     Attributes:
-        name: What it is called in the report.
+        name: Its name in the report.
         schedule: Orders by rank.
         steps: Measured seconds of a step of each order that ran, by name.
     """
@@ -251,17 +256,17 @@ class ChosenOrder:
 
     @classmethod
     def from_json(cls, data: Any) -> ChosenOrder:
-        """Return what :meth:`to_json` wrote.
+        """Return the order that :meth:`to_json` wrote.
 
         Raises:
-            ScheduleError: It is something else.
+            ScheduleError: The data are something else.
         """
         try:
             steps = {str(name): float(seconds) for name, seconds in data["steps"].items()}
             return cls(str(data["name"]), read_orders(data["orders"]), steps)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ScheduleError(
-                f"the kept order cannot be understood ({error!r}). Delete its file."
+                f"the cached order cannot be read ({error!r}). Delete its file."
             ) from error
 
 
@@ -269,18 +274,19 @@ class ScheduleCache:
     """The file of one pipeline.
 
     Args:
-        directory: The user's cache; None keeps nothing.
-        key: What the choice depends on: the model's shapes, the pipeline, the options and the machine.
+        directory: The user's cache; None for no cache.
+        key: The facts on which the choice depends: the model's shapes, the pipeline, the options and the machine.
     """
 
     def __init__(self, directory: Path | None, key: Mapping[str, Any]) -> None:
         text = json.dumps(key, sort_keys=True)
         self._key = json.loads(text)
+        # The name is a digest, and the file has the full key, against collisions.
         name = f"pipeline-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         self.path = None if directory is None else directory / "choices" / name
 
     def read(self) -> ChosenOrder | None:
-        """Return the order that was kept; None without a file that can be used."""
+        """Return the cached order; None without a usable file."""
         if self.path is None:
             return None
         try:
@@ -288,17 +294,12 @@ class ScheduleCache:
             if data["format"] != _FORMAT or data["key"] != self._key:
                 return None
             return ChosenOrder.from_json(data["choice"])
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # ScheduleError is a ValueError
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            # ScheduleError is a ValueError.
             return None
 
     def write(self, choice: ChosenOrder) -> None:
-        """Keep an order if the file can be written. The write is atomic."""
+        """Write an order if the file can be written; the write is atomic."""
         if self.path is None:
             return
         write_if_possible(

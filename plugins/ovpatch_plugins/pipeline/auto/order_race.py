@@ -1,4 +1,4 @@
-"""A race of orders in a job's own steps: in turns, until noise cannot have decided it."""
+"""A race of orders in a job's own steps: orders take turns until noise cannot have decided the race."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from typing import Any, Final, NamedTuple
 import torch
 
 SETTLING: Final = 2
-"""Steps of each order before the first turn, in which kernels are loaded and memory is allocated for it."""
+"""The steps of each order before the first turn. In them CUDA loads kernels and allocates memory for the order."""
 
 ROUNDS: Final = 4
-"""How often each order has its turn in a lap of the race."""
+"""The number of turns of each order in a lap of the race."""
 
 TIMED: Final = 2
-"""Steps of a turn that count, behind one in which ranks get as far apart as the order has them."""
+"""The steps of a turn that count. They follow a step in which ranks get as far apart as the order has them."""
 
 LAPS: Final = 3
-"""After as many laps the race ends, decided or not."""
+"""The number of laps after which the race ends, decided or not."""
 
 TOLERATED: Final = 1.02
-"""What an order may take in units of another one's time and still pass for as fast."""
+"""The largest ratio of an order's time to another's at which it still counts as equally fast."""
 
 CLEAR: Final = 0.99
-"""What another order may take at most, in units of the time of the order as given, to be run instead of it."""
+"""The largest ratio of an order's time to that of the order as given at which it replaces the latter."""
 
 Seconds = Sequence[Sequence[float | None]]
-"""Seconds of a step by candidate and round; None where none of a turn's steps ended well."""
+"""Seconds of a step by candidate and round; None if none of a turn's steps succeeded."""
 
 
 class Verdict(NamedTuple):
-    """What a race has shown.
+    """The result of a race.
 
     Attributes:
-        best: The candidate that runs from now on: one that is clearly faster than the order as given, or else that.
-        steps: Median seconds of a step of each candidate; infinite where none ended well.
-        is_sure: Whether the best is, beyond noise, at most 2% slower than each other one.
+        best: The candidate that runs in all further steps: one that is clearly faster than the order as given,
+            otherwise the order as given.
+        steps: Median seconds of a step of each candidate; infinite if none succeeded.
+        is_sure: Whether the best is, beyond noise, at most 2% slower than each other candidate.
     """
 
     best: int
@@ -47,7 +48,13 @@ class Verdict(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One step of a race."""
+    """One step of a race.
+
+    Attributes:
+        candidate: The candidate that runs the step.
+        round: The round.
+        is_timed: Whether the step's time counts.
+    """
 
     candidate: int
     round: int
@@ -59,19 +66,23 @@ class Race:
 
     Args:
         count: Number of candidates.
-        device: Where stages compute.
+        device: The device on which stages compute.
         rounds: Rounds in a lap.
-        laps: Most laps.
+        laps: The largest number of laps.
 
     Attributes:
-        turns: One for each step, of the laps so far.
+        turns: A turn for each step of the laps so far.
     """
 
     def __init__(
         self, count: int, device: torch.device, *, rounds: int = ROUNDS, laps: int = LAPS
     ) -> None:
         self.turns: list[Turn] = []
-        self._count, self._device, self._rounds, self._laps = count, device, rounds, laps
+        self._count = count
+        self._device = device
+        self._rounds = rounds
+        self._laps = laps
+        # The timers of the steps that count, by candidate and round.
         self._timers: dict[tuple[int, int], list[StepTimer]] = {}
         self._laps_so_far = 0
         for candidate in range(count):
@@ -79,12 +90,12 @@ class Race:
         self.add_lap()
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether another lap is allowed."""
+    def can_continue(self) -> bool:
+        """True if another lap is allowed."""
         return self._laps_so_far < self._laps
 
     def add_lap(self) -> None:
-        """Line up another lap: every second round goes the other way, since a machine may get slower or faster."""
+        """Add the turns of a lap; every second round is reversed, since a machine may get slower or faster."""
         first = self._laps_so_far * self._rounds
         self._laps_so_far += 1
         for number in range(first, first + self._rounds):
@@ -96,11 +107,11 @@ class Race:
                 ]
 
     def add_time(self, turn: Turn, timer: StepTimer) -> None:
-        """Count a step that has ended well."""
+        """Add the time of a step that has succeeded."""
         self._timers.setdefault(turn[:2], []).append(timer)
 
     def read(self) -> Seconds:
-        """Return this rank's times; on a device, all its work has ended before."""
+        """Return this rank's times; on a device, the caller has waited for all work."""
         rounds = range(self.turns[-1].round + 1)
         return [
             [self._read_turn(candidate, number) for number in rounds]
@@ -113,7 +124,7 @@ class Race:
 
 
 def merge_ranks(by_rank: Sequence[Seconds]) -> Seconds:
-    """Return the times of the slowest rank, turn by turn; a turn that failed on one rank has none."""
+    """Return the times of the slowest rank, turn by turn; None for a turn that failed on a rank."""
     merged = []
     for rows in zip(*by_rank, strict=True):
         columns = zip(*rows, strict=True)
@@ -127,64 +138,67 @@ def merge_ranks(by_rank: Sequence[Seconds]) -> Seconds:
 
 
 def judge(seconds: Seconds) -> Verdict:
-    """Tell which order runs on, and whether that is sure; the first candidate is the order as given.
+    """Find the order that runs in all further steps, and whether that is sure; candidate 0 is the order as given.
 
-    Orders are compared round by round, as neighbours in time share what slows the machine down. Another order runs on
-    if the mean of the logarithms' differences, plus its two-sided 95% error, is below that of :data:`CLEAR`. It is sure
-    that one is not slower than another if that sum is below the logarithm of :data:`TOLERATED`.
+    Orders are compared round by round, because turns close in time share what slows the machine down. Another order
+    replaces the order as given if the mean difference of the logarithms, plus its two-sided 95% error, is below the
+    logarithm of :data:`CLEAR`. The best order is surely not slower than another if that sum is below the logarithm of
+    :data:`TOLERATED`.
     """
+    # Medians choose the best order; the paired differences below decide whether it is clearly better.
     steps = find_medians(seconds)
     fastest = min(range(len(steps)), key=steps.__getitem__)
-    others = range(1, len(steps))
+    candidates = range(1, len(steps))
     best = 0
     if math.isfinite(steps[0]):
-        clear = [other for other in others if _is_below(seconds[other], seconds[0], CLEAR)]
+        clear = [rival for rival in candidates if _is_below(seconds[rival], seconds[0], CLEAR)]
         best = min(clear, key=steps.__getitem__, default=0)
     elif math.isfinite(steps[fastest]):
         best = fastest
     is_sure = math.isfinite(steps[best]) and all(
-        other == best
-        or not math.isfinite(steps[other])
-        or _is_below(seconds[best], seconds[other], TOLERATED)
-        for other in range(len(steps))
+        rival == best
+        or not math.isfinite(steps[rival])
+        or _is_below(seconds[best], seconds[rival], TOLERATED)
+        for rival in range(len(steps))
     )
     return Verdict(best, steps, is_sure)
 
 
 def find_medians(seconds: Seconds) -> list[float]:
-    """Return the median seconds of a step of each candidate; infinite if no step ended well."""
+    """Return the median seconds of a step of each candidate; infinite if no step succeeded."""
     known = ([turn for turn in row if turn is not None] for row in seconds)
     return [statistics.median(row) if row else math.inf for row in known]
 
 
-def _is_below(own: Sequence[float | None], other: Sequence[float | None], ratio: float) -> bool:
-    """Tell whether one order takes less than ``ratio`` of another one's time, beyond noise."""
-    ratios = [math.log(a / b) for a, b in zip(own, other, strict=True) if a and b]
+def _is_below(own: Sequence[float | None], rival: Sequence[float | None], ratio: float) -> bool:
+    """Return whether one order takes less than ``ratio`` of a rival's time, beyond noise."""
+    ratios = [math.log(a / b) for a, b in zip(own, rival, strict=True) if a and b]
     count = len(ratios)
     if count < 3:
         return False
     freedom = count - 1
-    quantile = (
-        1.96 + 2.4 / freedom + 4.6 / freedom**2
-    )  # of Student's distribution: 4.3 for 3 rounds, 2.2 for 12
+    # The quantile of Student's distribution: 4.3 for 3 rounds, 2.2 for 12.
+    quantile = 1.96 + 2.4 / freedom + 4.6 / freedom**2
     error = quantile * statistics.stdev(ratios) / math.sqrt(count)
     return statistics.fmean(ratios) + error <= math.log(ratio)
 
 
 class StepTimer:
-    """The time of a step, from its call to its end on the device. It starts when it is made.
+    """The time of a step, from its call to its end on the device; construction starts it.
 
     Args:
-        device: Where stages compute.
+        device: The device on which stages compute.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin, self._end = self._mark(), None
+        self._begin = self._mark()
+        self._end = None
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # The host runs ahead of the device, so only events measure the step.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -1,4 +1,4 @@
-"""Which blocks each stage of a plain model gets: costs measured on one microbatch, and the partition that fits them."""
+"""The blocks of each stage of a plain model: costs measured on one microbatch, and the partition that fits them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from torch import Tensor, nn
 
 from ovpatch_plugins.pipeline.cutting.block_stack import BlockStack, CutError, find_tensors
 
-_SLACK: Final = 1.02  # of the best time, within which less memory is preferred
-_ROUNDS: Final = 3  # of measuring; the first warms up
-_TRAINED_COPIES: Final = 4  # of a parameter: itself, its gradient and two moments of Adam
+# A partition that takes up to this multiple of the best time is chosen if it needs less memory.
+_SLACK: Final = 1.02
+# The number of measured rounds. The first one warms up.
+_ROUNDS: Final = 3
+# The copies of a trained parameter: itself, its gradient and two moments of Adam.
+_TRAINED_COPIES: Final = 4
 
 
 @dataclass
 class BlockCosts:
-    """What one microbatch costs.
+    """The costs of one microbatch.
 
     Attributes:
         blocks: Seconds of forward and backward, by block.
-        before: Seconds of what the model computes before its first block.
-        behind: Seconds of what it computes behind its last block.
+        before: Seconds of the model's computations before its first block.
+        after: Seconds of its computations after its last block.
         block_bytes: Parameters, their gradients and moments, by block.
-        activation_bytes: What a block keeps for its backward, by block.
-        before_bytes: As ``block_bytes``, of what is before the first block.
-        behind_bytes: As ``block_bytes``, of what is behind the last block.
+        activation_bytes: Tensors that a block keeps for its backward, by block.
+        before_bytes: As ``block_bytes``, for the modules before the first block.
+        after_bytes: As ``block_bytes``, for the modules after the last block.
     """
 
     blocks: list[float]
     before: float = 0.0
-    behind: float = 0.0
+    after: float = 0.0
     block_bytes: list[float] | None = None
     activation_bytes: list[float] | None = None
     before_bytes: float = 0.0
-    behind_bytes: float = 0.0
+    after_bytes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the costs as JSON values."""
@@ -52,41 +55,43 @@ def measure_costs(
     kwargs: Mapping[str, Any],
     device: torch.device,
 ) -> BlockCosts:
-    """Measure the forward and the backward of each block, and of what is before and behind them.
+    """Measure the forward and the backward of each block, and of the computations before and after the blocks.
 
-    Each block is detached from the one before it, and its backward runs right behind its forward: at one time the
-    activations of one block are alive. Blocks with the same parameters count as equal.
+    Each block is detached from the previous block, and its backward runs right after its forward, so only the
+    activations of one block exist at a time. Blocks with the same parameters count as equal.
 
     Args:
         model: The model, in evaluation mode.
         stack: Its blocks.
         args: Arguments of one microbatch.
         kwargs: Keyword arguments of one microbatch.
-        device: Where it computes.
+        device: The device on which it computes.
     """
     rounds = [_Round(model, stack, device).run(args, kwargs) for _ in range(_ROUNDS)][1:]
     if any(len(found.blocks) != len(stack.blocks) for found in rounds):
-        return BlockCosts([1.0] * len(stack.blocks))  # the trace says what is wrong
+        # The forward does not call each block once. The trace raises an error that explains this.
+        return BlockCosts([1.0] * len(stack.blocks))
     blocks = [min(found.blocks[index] for found in rounds) for index in range(len(stack.blocks))]
+    # Blocks of one kind get the median of their times, because noise must not make them differ.
     kinds: dict[Any, list[float]] = {}
     for block, seconds in zip(stack.blocks, blocks, strict=True):
-        kinds.setdefault(_kind_of(block), []).append(seconds)
+        kinds.setdefault(_find_kind(block), []).append(seconds)
     medians = {kind: statistics.median(found) for kind, found in kinds.items()}
     inside = {id(param) for block in stack.blocks for param in block.parameters()}
     outside = [param for param in model.parameters() if id(param) not in inside]
-    behind = {id(param) for param in rounds[-1].params_behind}
+    after = {id(param) for param in rounds[-1].params_after}
     return BlockCosts(
-        [medians[_kind_of(block)] for block in stack.blocks],
+        [medians[_find_kind(block)] for block in stack.blocks],
         min(found.before for found in rounds),
-        min(found.behind for found in rounds),
+        min(found.after for found in rounds),
         [_TRAINED_COPIES * _count_bytes(block.parameters()) for block in stack.blocks],
         rounds[-1].activation_bytes,
-        _TRAINED_COPIES * _count_bytes(param for param in outside if id(param) not in behind),
-        _TRAINED_COPIES * _count_bytes(param for param in outside if id(param) in behind),
+        _TRAINED_COPIES * _count_bytes(param for param in outside if id(param) not in after),
+        _TRAINED_COPIES * _count_bytes(param for param in outside if id(param) in after),
     )
 
 
-def _kind_of(block: nn.Module) -> Any:
+def _find_kind(block: nn.Module) -> Any:
     return type(block), tuple(
         (name, tuple(param.shape), param.dtype) for name, param in block.named_parameters()
     )
@@ -100,11 +105,15 @@ class _Round:
     """One measured forward."""
 
     def __init__(self, model: nn.Module, stack: BlockStack, device: torch.device) -> None:
+        # Seconds of forward and backward, by block.
         self.blocks: list[float] = []
-        self.before = self.behind = 0.0
+        self.before = 0.0
+        self.after = 0.0
         self.activation_bytes: list[float] = []
-        self.params_behind: list[Tensor] = []
-        self._model, self._stack = model, stack
+        # The parameters outside of blocks that the computations after the last block use.
+        self.params_after: list[Tensor] = []
+        self._model = model
+        self._stack = stack
         self._wait: Callable[[], None] = (
             torch.cuda.synchronize if device.type == "cuda" else lambda: None
         )
@@ -113,13 +122,17 @@ class _Round:
             param for param in model.parameters() if id(param) not in inside and param.requires_grad
         ]
         self._params = {id(param.untyped_storage()) for param in model.parameters()}
+        # The start of the running computation.
         self._started = 0.0
+        # The detached inputs of the running computation.
         self._inputs: list[Tensor] = []
+        # Bytes that the running block saves, by the address of the storage.
         self._saved: dict[int, int] = {}
+        # The hooks that count them; None outside of blocks.
         self._hooks: Any = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Round:
-        """Run it."""
+        """Run the forward and return this object."""
         handles = []
         for block in self._stack.blocks:
             handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -127,10 +140,10 @@ class _Round:
         try:
             self._started = self._now()
             output = self._model(*args, **kwargs)
-            self.behind = self._now() - self._started
+            self.after = self._now() - self._started
             used: list[Tensor] = []
-            self.behind += self._backward([one for _, one in find_tensors(output)], used)
-            self.params_behind = used
+            self.after += self._backward([tensor for _, tensor in find_tensors(output)], used)
+            self.params_after = used
         finally:
             for handle in handles:
                 handle.remove()
@@ -146,7 +159,7 @@ class _Round:
         if not self.blocks:
             self.before = self._now() - self._started
             self.before += self._backward(
-                [one for _, one in find_tensors((args, kwargs))], [], keep=True
+                [tensor for _, tensor in find_tensors((args, kwargs))], [], keep=True
             )
         self._inputs = []
         args, kwargs = (_detach(value, self._inputs) for value in (args, kwargs))
@@ -163,7 +176,7 @@ class _Round:
         self._hooks.__exit__(None, None, None)
         self._hooks = None
         wanted = [*self._inputs, *(param for param in block.parameters() if param.requires_grad)]
-        seconds += self._backward([one for _, one in find_tensors(output)], [], wanted)
+        seconds += self._backward([tensor for _, tensor in find_tensors(output)], [], wanted)
         self.blocks.append(seconds)
         self.activation_bytes.append(float(sum(self._saved.values())))
         self._inputs = []
@@ -185,23 +198,27 @@ class _Round:
         *,
         keep: bool = False,
     ) -> float:
-        """Compute the gradients of outputs and return the seconds; collect the parameters outside that got one."""
-        outputs = [one for one in outputs if one.requires_grad and one.grad_fn is not None]
+        """Compute the gradients of outputs and return the seconds; add the parameters that got one to ``used``."""
+        outputs = [
+            tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None
+        ]
         wanted = self._inputs + self._outside if wanted is None else wanted
         if not outputs or not wanted:
             return 0.0
-        ones = [torch.ones_like(one) for one in outputs]
+        seeds = [torch.ones_like(tensor) for tensor in outputs]
         started = self._now()
-        grads = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=keep)
+        grads = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=keep)
         seconds = self._now() - started
         used += [
-            one for one, grad in zip(wanted, grads, strict=True) if grad is not None and one.is_leaf
+            tensor
+            for tensor, grad in zip(wanted, grads, strict=True)
+            if grad is not None and tensor.is_leaf
         ]
         return seconds
 
 
 def _detach(value: Any, found: list[Tensor]) -> Any:
-    """Return a nested value with leaves in place of tensors with a gradient, which are collected."""
+    """Replace tensors with a gradient by leaves in a nested value, and add the leaves to ``found``."""
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value
@@ -218,10 +235,10 @@ def _detach(value: Any, found: list[Tensor]) -> Any:
 
 
 def split_blocks(costs: BlockCosts, placement: Sequence[int]) -> list[int]:
-    """Return the first block of each stage: the slowest stage is as fast as can be, then the fullest as small.
+    """Return the first block of each stage: the slowest stage is as fast as possible, then the fullest as small.
 
     Args:
-        costs: What blocks cost, and what is before and behind them.
+        costs: The costs of blocks, and of the computations before and after them.
         placement: The rank of each stage.
 
     Raises:
@@ -229,29 +246,31 @@ def split_blocks(costs: BlockCosts, placement: Sequence[int]) -> list[int]:
     """
     stages, count = len(placement), len(costs.blocks)
     check_count(count, stages)
-    seconds = _Sums(costs.blocks, costs.before, costs.behind)
+    seconds = _Sums(costs.blocks, costs.before, costs.after)
     best, _ = _partition(
-        stages, count, lambda stage, low, high: seconds.of(stage, stages, low, high)
+        stages, count, lambda stage, low, high: seconds.sum_stage(stage, stages, low, high)
     )
     if costs.block_bytes is None or costs.activation_bytes is None:
         return best
-    params = _Sums(costs.block_bytes, costs.before_bytes, costs.behind_bytes)
+    params = _Sums(costs.block_bytes, costs.before_bytes, costs.after_bytes)
     activations = _Sums(costs.activation_bytes)
-    slowest = max(seconds.of(stage, stages, low, high) for stage, low, high in _ranges(best, count))
+    slowest = max(
+        seconds.sum_stage(stage, stages, low, high) for stage, low, high in _ranges(best, count)
+    )
 
     def fill(stage: int, low: int, high: int) -> float:
-        if seconds.of(stage, stages, low, high) > slowest * _SLACK:
+        if seconds.sum_stage(stage, stages, low, high) > slowest * _SLACK:
             return float("inf")
-        return params.of(stage, stages, low, high) + (stages - stage) * activations.of(
-            stage, stages, low, high
-        )
+        # With 1F1B, a stage holds the activations of as many microbatches as stages follow, itself included.
+        held = (stages - stage) * activations.sum_stage(stage, stages, low, high)
+        return params.sum_stage(stage, stages, low, high) + held
 
     starts, fullest = _partition(stages, count, fill)
     return starts if fullest < float("inf") else best
 
 
 def split_evenly(count: int, stages: int) -> list[int]:
-    """Return the first block of each stage, with numbers of blocks that differ by one at most.
+    """Return the first block of each stage, so that their numbers of blocks differ by at most one.
 
     Raises:
         CutError: There are fewer blocks than stages.
@@ -274,18 +293,19 @@ def check_count(count: int, stages: int) -> None:
 
 
 class _Sums:
-    """Sums over blocks, with what is before the first one and behind the last."""
+    """Sums over blocks, with amounts before the first block and after the last."""
 
-    def __init__(self, blocks: Sequence[float], before: float = 0.0, behind: float = 0.0) -> None:
+    def __init__(self, blocks: Sequence[float], before: float = 0.0, after: float = 0.0) -> None:
         self._upto = [0.0]
-        for one in blocks:
-            self._upto.append(self._upto[-1] + one)
-        self._before, self._behind = before, behind
+        for amount in blocks:
+            self._upto.append(self._upto[-1] + amount)
+        self._before = before
+        self._after = after
 
-    def of(self, stage: int, stages: int, low: int, high: int) -> float:
+    def sum_stage(self, stage: int, stages: int, low: int, high: int) -> float:
         """Return the sum of a stage with blocks ``low`` to ``high - 1``."""
         extra = (self._before if stage == 0 else 0.0) + (
-            self._behind if stage == stages - 1 else 0.0
+            self._after if stage == stages - 1 else 0.0
         )
         return self._upto[high] - self._upto[low] + extra
 
@@ -300,7 +320,8 @@ def _ranges(starts: Sequence[int], count: int) -> list[tuple[int, int, int]]:
 def _partition(
     stages: int, count: int, weigh: Callable[[int, int, int], float]
 ) -> tuple[list[int], float]:
-    """Return the first block of each stage that makes the heaviest stage lightest, and its weight."""
+    """Return the first block of each stage for the lightest heaviest stage, and that stage's weight."""
+    # best[s][b] is the weight of the heaviest of s stages with b blocks; first[s][b] is the last stage's first block.
     best: list[list[float]] = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
     first = [[0] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0

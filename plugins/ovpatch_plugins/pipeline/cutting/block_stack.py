@@ -1,4 +1,4 @@
-"""The stack of blocks of a plain model, and what one forward of the whole model tells about it."""
+"""The stack of blocks of a plain model, and the trace of one forward of the full model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Path = tuple[Any, ...]
 
 
 class CutError(ValueError):
-    """A model cannot be cut into stages; the text names the reason and ends with the remedy."""
+    """The error that a model cannot be cut into stages; the message has the reason and ends with the remedy."""
 
 
 # --- nested values ---
@@ -44,7 +44,7 @@ def find_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def read_path(value: Any, path: Path) -> Any:
-    """Return what is at a place of a nested value."""
+    """Return the value at a place of a nested value."""
     for key in path:
         value = value[key] if isinstance(value, (Mapping, tuple, list)) else getattr(value, key)
     return value
@@ -63,11 +63,11 @@ def map_leaves(value: Any, function: Callable[[Path, Any], Any], path: Path = ()
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = copy.copy(value)
-        for entry in dataclasses.fields(value):
+        for item in dataclasses.fields(value):
             setattr(
                 changed,
-                entry.name,
-                map_leaves(getattr(value, entry.name), function, (*path, entry.name)),
+                item.name,
+                map_leaves(getattr(value, item.name), function, (*path, item.name)),
             )
         return changed
     return function(path, value)
@@ -101,7 +101,7 @@ class BlockStack:
         return f"{self.path}.{self.keys[index]}" if self.path else self.keys[index]
 
 
-def find_blocks(
+def find_block_stack(
     model: nn.Module, path: str | None = None, run: Callable[[], object] | None = None
 ) -> BlockStack:
     """Return the list of blocks with the most parameters that the model's forward goes through.
@@ -110,8 +110,8 @@ def find_blocks(
 
     Args:
         model: The model.
-        path: Name of the list, where another one is meant; its members may differ in class.
-        run: Runs the model once. Without it the largest list counts, even if the forward does not go through it.
+        path: Name of the list, whose members may differ in class. Default: the function finds the list.
+        run: Runs the model once. Default: the largest list counts, even if the forward does not go through it.
 
     Raises:
         CutError: There is no such list.
@@ -124,14 +124,15 @@ def find_blocks(
         if not isinstance(found, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(found) < 2:
             raise CutError(
                 f"blocks={path!r} names no list of two or more blocks in {type(model).__name__}. "
-                "Give the name of a "
-                "ModuleList, ModuleDict or Sequential, as model.named_modules() shows it."
+                "Give the name of a ModuleList, ModuleDict or Sequential, as model.named_modules() shows "
+                "it."
             )
         return _make_stack(path, found)
     candidates = []
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(module) < 2:
             continue
+        # Blocks of one class are most likely the model's layers, but a ModuleList of several classes may have them.
         is_uniform = len({type(child) for child in module.children()}) == 1
         size = sum(param.numel() for param in module.parameters())
         if size and (is_uniform or isinstance(module, nn.ModuleList)):
@@ -139,12 +140,14 @@ def find_blocks(
     if not candidates:
         raise CutError(
             f"{type(model).__name__} has no list of blocks of one class. Name the list that its "
-            "forward goes through, "
-            'as in cut(..., blocks="model.layers"), or put the blocks into a ModuleList.'
+            'forward goes through, as in cut(..., blocks="model.layers"), or put the blocks into a '
+            "ModuleList."
         )
     candidates.sort(key=lambda candidate: candidate[:2], reverse=True)
     lists = {name: module for _, _, name, module in candidates}
     called = _list_called(lists, run) if run is not None and len(lists) > 1 else []
+    # Without a list that the forward goes through, the largest one counts, and its trace raises the
+    # error.
     best = next((name for name in lists if name in called), candidates[0][2])
     return _make_stack(best, lists[best])
 
@@ -172,24 +175,23 @@ def _make_stack(path: str, module: nn.Module) -> BlockStack:
     keys, blocks = zip(*module.named_children(), strict=True)
     if len(set(map(id, blocks))) < len(blocks):
         raise CutError(
-            f"a block occurs twice in {path or 'the model'}. Build each block as a module of its "
-            "own."
+            f"a block occurs twice in {path or 'the model'}. Build each block as its own module."
         )
     return BlockStack(path, blocks, keys)
 
 
-# --- a forward of the whole model ---
+# --- a forward of the full model ---
 
 
 @dataclass
 class Boundary:
-    """What goes from one block to the next, where a stage begins.
+    """The tensors that pass from one block to the next, where a stage begins.
 
     Attributes:
-        outputs: Places of the hidden states in the output of the block before.
-        inputs: Their places in ``(args, kwargs)`` of the block behind.
+        outputs: Places of the hidden states in the output of the previous block.
+        inputs: Their places in ``(args, kwargs)`` of the next block.
         tensors: The hidden states of the traced forward, with their graph.
-        leaves: Those that the forward went on with: the same values, detached.
+        leaves: The same values, detached, with which the forward continued.
     """
 
     outputs: list[Path]
@@ -203,10 +205,10 @@ class ModuleCall:
     """Calls of a module outside of the stack.
 
     Attributes:
-        blocks_before: Blocks that had begun before its first call.
-        tensors: Tensors that it returned.
-        nodes: Nodes that made those of its outputs that can have a gradient.
-        callers: Ids of the modules outside of the stack within which all calls happened.
+        blocks_before: Number of blocks that had begun before its first call.
+        tensors: Number of tensors that it returned.
+        nodes: Nodes that made its outputs, if these can have a gradient.
+        callers: Ids of the modules outside of the stack inside of which all its calls happened.
     """
 
     blocks_before: int
@@ -216,22 +218,22 @@ class ModuleCall:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether all that the module returned can have a gradient."""
+        """True if all outputs of the module can have a gradient."""
         return 0 < self.tensors == len(self.nodes)
 
 
 @dataclass
 class Trace:
-    """One forward of the whole model.
+    """One forward of the full model.
 
     Attributes:
         device: The device of the model's parameters.
         templates: Outputs of the blocks, without their tensors.
-        boundaries: By the index of the block behind.
+        boundaries: Boundaries by the index of the next block.
         calls: Calls of the modules outside of the stack, by the module's id.
-        output: What the model returned.
+        output: The output of the model.
         results: Detached tensors that each block returned.
-        random_states: States of the random generators when a block was entered, by the index of the block.
+        random_states: Functions that restore the random generators' states at the entry of a block, by its index.
     """
 
     device: torch.device
@@ -252,7 +254,7 @@ def trace_model(
     *,
     between: Callable[[], object] | None = None,
 ) -> Trace:
-    """Run the whole model once and look at what passes between its blocks.
+    """Run the full model once and record the tensors that pass between its blocks.
 
     Args:
         model: The model, with parameters that all require gradients.
@@ -263,7 +265,7 @@ def trace_model(
         between: Called after each block.
 
     Raises:
-        CutError: Blocks are not called one after the other, or pass on no hidden states unchanged.
+        CutError: The model does not call its blocks in order, or it changes hidden states between blocks.
     """
     trace = Trace(next(model.parameters()).device)
     previous: list[tuple[Path, Tensor, Tensor]] = []
@@ -285,10 +287,13 @@ def trace_model(
         trace.results.append([tensor.detach() for _, tensor in find_tensors(output)])
         if between is not None:
             between()
+        # A stage that begins with the next block gets detached tensors, as it does in training.
         if index + 1 not in starts:
             return output
         detached = map_leaves(output, lambda _, leaf: _detach(leaf))
-        previous[:] = [(path, one, read_path(detached, path)) for path, one in find_tensors(output)]
+        previous[:] = [
+            (path, tensor, read_path(detached, path)) for path, tensor in find_tensors(output)
+        ]
         return detached
 
     def begin(module: nn.Module) -> None:
@@ -327,15 +332,14 @@ def trace_model(
     if len(trace.templates) < len(stack.blocks):
         raise CutError(
             f"the model's forward calls {len(trace.templates)} of the {len(stack.blocks)} blocks "
-            f"of {stack.path}. Name "
-            "the list that it goes through with blocks=, and have it call blocks, not their "
-            "forward() or their parts."
+            f"of {stack.path}. Name the list that it goes through with blocks=, and have it call "
+            "blocks, not their forward() or their parts."
         )
     return trace
 
 
 def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -> str:
-    """Return the reason against cutting a forward that calls a block, or ends, where another block was due."""
+    """Return the reason against cutting a forward that calls a block, or ends, although another block was due."""
     if model.training and index > due:
         probabilities = [
             f"{name}.{key}".lstrip(".")
@@ -350,9 +354,8 @@ def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -
         )
         return (
             f"the model's forward skips {stack.name(due)} in training, as LayerDrop does, and "
-            "stages cannot decide "
-            "together which blocks to skip. Have the forward call all blocks: before cut(), set "
-            f"{remedy}."
+            "stages cannot decide together which blocks to skip. Have the forward call all blocks: "
+            f"before cut(), set {remedy}."
         )
     if index < due:
         how = f"calls {stack.name(index)} again, or out of order"
@@ -360,8 +363,7 @@ def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -
         how = f"calls {stack.name(index)} where {stack.name(due)} was due"
     return (
         f"the model {how}: its forward does not go through the blocks once, in order. Cut a model "
-        "whose forward does, "
-        "or name another list with blocks=."
+        "whose forward does, or name another list with blocks=."
     )
 
 
@@ -375,7 +377,7 @@ def _find_boundary(
     found = Boundary([], [], [], [])
     given = list(find_tensors(inputs))
     for path, tensor, leaf in previous:
-        place = next((place for place, one in given if one is leaf), None)
+        place = next((place for place, tensor_given in given if tensor_given is leaf), None)
         if place is not None:
             found.outputs.append(path)
             found.inputs.append(place)
@@ -383,17 +385,16 @@ def _find_boundary(
             found.leaves.append(leaf)
     if not any(tensor.is_floating_point() for tensor in found.tensors):
         raise CutError(
-            f"what {stack.name(index - 1)} returns is not what {stack.name(index)} is given: the "
-            "model's forward "
-            "computes on hidden states between blocks, as a loop does that adds residuals outside "
-            "of them. Move that "
-            "into the blocks."
+            f"the output of {stack.name(index - 1)} is not the input of {stack.name(index)}: the "
+            "model's forward computes on hidden states between blocks, as a loop does that adds "
+            "residuals outside of them. Move that into the blocks."
         )
     return found
 
 
 def list_outside(model: nn.Module, stack: BlockStack) -> list[nn.Module]:
-    """Return the modules outside of the stack, without those that contain it."""
+    """Return the modules outside of the stack, without the modules that contain the stack."""
+    # Modules that contain the stack run around the blocks, so they are no parts of a single stage.
     container = model.get_submodule(stack.path)
     around = {id(model), id(container)}
     parts = stack.path.split(".") if stack.path else []
@@ -402,13 +403,13 @@ def list_outside(model: nn.Module, stack: BlockStack) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in around | inside]
 
 
-# --- what a forward changes ---
+# --- the state that a forward changes ---
 
 _CONTAINERS: Final = (list, dict, set, OrderedDict, deque)
 
 
 def save_random_states(device: torch.device) -> Callable[[], None]:
-    """Return a function that gives the generators of Python, NumPy and torch the states that they have now."""
+    """Return a function that restores the states that the generators of Python, NumPy and torch have now."""
     restores: list[Callable[[], object]] = [
         functools.partial(random.setstate, random.getstate()),
         functools.partial(torch.set_rng_state, torch.get_rng_state()),
@@ -430,7 +431,7 @@ def save_random_states(device: torch.device) -> Callable[[], None]:
 
 
 def seed_all(device: torch.device, torch_seed: int, python_seed: int) -> None:
-    """Seed the generators that :func:`save_random_states` saves, and no other, as ``torch.manual_seed()`` does."""
+    """Seed the generators that :func:`save_random_states` saves, and no others, unlike ``torch.manual_seed()``."""
     torch.default_generator.manual_seed(torch_seed)
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).manual_seed(torch_seed)
@@ -445,13 +446,14 @@ class ForwardState:
 
     Args:
         modules: The modules.
-        has_objects: Whether all attributes and hooks are part of it, those that a forward adds included, or only
-            numbers, strings, and the contents of lists, mappings and sets.
+        has_objects: Whether the state has all attributes and hooks, also those that a forward adds. Otherwise it has
+            only numbers, strings, and the contents of lists, mappings and sets.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, has_objects: bool = True) -> None:
         self._has_objects = has_objects
         self._modules = list(modules)
+        # - By module
         self._attributes = [
             {key: value for key, value in vars(module).items() if key not in MODULE_STATE}
             for module in self._modules
@@ -460,6 +462,7 @@ class ForwardState:
         self._hooks = [
             {key: copy.copy(vars(module)[key]) for key in _HOOKS} for module in self._modules
         ]
+        # - Contents of attributes and buffers
         values = [value for attributes in self._attributes for value in attributes.values()]
         classes: list[Any] = list(map(type, values))
         generators = [
@@ -486,7 +489,7 @@ class ForwardState:
                 for key in own.keys() - attributes.keys() - MODULE_STATE:
                     del own[key]
                 own.update(attributes)
-                # An attribute may say that the first forward has registered hooks, as in transformers.
+                # An attribute may record that the first forward has registered hooks, as in transformers.
                 for key, saved in hooks.items():
                     own[key].clear()
                     own[key].update(saved)
@@ -505,8 +508,8 @@ class ForwardState:
             (container.update if isinstance(container, (dict, set)) else container.extend)(kept)
         with torch.no_grad():
             for buffer, value in self._tensors.values():
-                # A graph may have saved the buffer, as batch norms save their statistics, which its backward does not
-                # read. A write with a new version would invalidate that graph.
+                # A graph may have saved the buffer without reading it in backward, as batch norms save their
+                # statistics. A write with a new version would invalidate that graph.
                 if not torch.equal(buffer, value):
                     buffer.data.copy_(value)
 
@@ -521,15 +524,16 @@ _HOOKS: Final = tuple(
 
 @contextlib.contextmanager
 def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Have a model evaluate with gradients for all parameters and without zeros, and leave no trace of that.
+    """Let a model evaluate with gradients for all parameters and without zeros, and restore everything at the end.
 
-    Modes, gradients' flags, zeros, random numbers, buffers and attributes are restored at the end. The function that
-    it returns restores the last three between two forwards.
+    Modes, flags of gradients, zeros, random numbers, buffers and attributes are restored. The yielded function restores
+    the last three between two forwards.
     """
     modes = {module: module.training for module in model.modules()}
     params = list(model.parameters())
     flags = [param.requires_grad for param in params]
     state, restore_random = ForwardState(model.modules()), save_random_states(device)
+    # The versions reveal writes of the forward to its parameters.
     versions = [param._version for param in params]
     zeros = [param for param in params if _is_zero(param)]
 
@@ -541,9 +545,8 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
                 name = next(name for name, named in model.named_parameters() if named is param)
                 raise CutError(
                     f"the model's forward writes its parameter {name}, and each stage has its own "
-                    "parameters. Cut a "
-                    "model whose forward only reads them; load the weights again before you use "
-                    "this one."
+                    "parameters. Cut a model whose forward only reads them; load the weights again "
+                    "before you use this one."
                 )
         state.restore()
 
@@ -552,7 +555,7 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
             model.eval()
             for param in params:
                 param.requires_grad_(param.is_floating_point() or param.is_complex())
-            # A gate or a projection that starts at zero hides all that goes through it, and so hides differences.
+            # A gate or a projection that starts at zero hides all values that go through it, and so hides differences.
             # Writes to the data have no effect on the version.
             for index, param in enumerate(zeros):
                 draw = torch.Generator(param.device).manual_seed(index)
@@ -565,10 +568,12 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
                 param.requires_grad_(flag)
             for param in zeros:
                 param.data.zero_()
-            with contextlib.suppress(CutError):  # raised before
+            # A forward that wrote a parameter has raised this error before.
+            with contextlib.suppress(CutError):
                 restore()
 
 
+# The range of the values that replace zeros.
 _SMALL_VALUES: Final = (0.05, 0.15)
 
 

@@ -1,7 +1,7 @@
-"""The checks of ``cut()``: the stages of a model compute what the whole model computes.
+"""The checks of ``cut()``: the stages of a model compute the same as the full model.
 
 In evaluation mode, values and gradients are compared block by block. In training mode, values are
-compared with the same random numbers, so that a model which skips blocks is found.
+compared with the same random numbers, so that the check finds models that skip blocks.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
 )
 from ovpatch_plugins.pipeline.cutting.stage_tree import ARG, StagePlan
 
-# Models skip blocks with larger probabilities.
+# Models skip a block if a uniform number is below a probability that is larger than this.
 _SMALL: Final = 0.01
 
 
 def name_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments as keywords, which torch's schedules give to all stages."""
-    return {**{f"{ARG}{index}": one for index, one in enumerate(args)}, **kwargs}
+    return {**{f"{ARG}{index}": arg for index, arg in enumerate(args)}, **kwargs}
 
 
 def check_output(output: Any) -> None:
-    """Raise CutError for an output that a schedule cannot concatenate."""
+    """Raise an error for an output that a schedule cannot concatenate.
+
+    Raises:
+        CutError: The output has a scalar.
+    """
     if any(tensor.dim() == 0 for _, tensor in find_tensors(output)):
         raise CutError(
-            "the model returns a scalar, such as its own loss, and schedules concatenate what the "
-            "last stage returns. "
-            "Leave labels out of the inputs and pass loss_fn, or select another value: "
-            "cut(..., output=lambda result: result.logits)."
+            "the model returns a scalar, such as its own loss, and schedules concatenate the outputs "
+            "of the last stage. Leave labels out of the inputs and pass loss_fn, or select another "
+            "value: cut(..., output=lambda result: result.logits)."
         )
 
 
@@ -55,12 +58,12 @@ def check_training(
     kwargs: Mapping[str, Any],
     restore: Callable[[], None],
 ) -> None:
-    """Compare the values of stages with the whole model's in training mode, with the same random numbers.
+    """Compare the values of stages with the full model's in training mode, with the same random numbers.
 
     Raises:
         CutError: They differ, or the model skips blocks in training.
     """
-    # Stages other than the first begin where their first block does, with the random numbers that it has there.
+    # Stages except the first begin where their first block does, with the random numbers of that block.
     starts = [plan.low for plan, _ in stages] + [
         plan.high for plan, _ in stages if not plan.is_last
     ]
@@ -68,7 +71,7 @@ def check_training(
     model.train()
     with torch.no_grad():
         device = next(model.parameters()).device
-        # Small uniform numbers skip each block that may be skipped.
+        # With small uniform numbers, the model skips each block that it may skip.
         trace_model(
             model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds())
         )
@@ -105,10 +108,10 @@ def compare_values(
     *,
     restores_random: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a stage on what the whole model's blocks were given, and compare values, block by block.
+    """Run a stage on the inputs of the full model's blocks, and compare values block by block.
 
     Returns:
-        What the stage received, with gradients, and what it returned.
+        The tensors that the stage received, with gradients, and the tensors that it returned.
 
     Raises:
         CutError: They differ.
@@ -117,7 +120,7 @@ def compare_values(
     received = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in given]
     state, handles = ForwardState(tree.modules()), []
     if plan.low or not restores_random:
-        # Each rank draws its own numbers, so a stage may not depend on numbers that the model draws before its blocks.
+        # Each rank draws its own numbers, so a stage must not depend on numbers that the model draws before its blocks.
         seed_all(trace.device, 1, 1)
 
     def check(index: int, output: Any) -> None:
@@ -158,66 +161,69 @@ def _describe_difference(
     where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
     mode = "training" if in_training else "evaluation"
     return (
-        f"the stage with {where} computes other {what} than the whole model in {mode} mode, first "
-        f"at {name}. "
-        "The model's forward depends on blocks of other stages, on how often they have run, or on "
-        "random numbers that "
-        "it draws before them, as for the dropout of an encoder that all blocks read. Move this "
-        "into the blocks, set "
-        "such dropout to 0, or name an earlier list with blocks=."
+        f"the stage with {where} computes other {what} than the full model in {mode} mode, first "
+        f"at {name}. The model's forward depends on blocks of other stages, on how often they have "
+        "run, or on random numbers that it draws before them, as for the dropout of an encoder that "
+        "all blocks read. Move this into the blocks, set such dropout to 0, or name an earlier list "
+        "with blocks=."
     )
 
 
 def compare_grads(
     tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]
 ) -> None:
-    """Compare a stage's gradients with the whole model's.
+    """Compare a stage's gradients with the full model's.
 
-    Equal values of all stages and equal gradients of each, with no other way between stages, are equal gradients of the
-    whole.
+    If all stages have equal values, each stage has equal gradients, and nothing else connects stages, the gradients
+    of the full model are equal as well.
 
     Args:
         tree: The stage.
         plan: Its plan.
-        trace: The forward of the whole model.
-        ran: What the stage received and returned in :func:`compare_values`.
+        trace: The forward of the full model.
+        ran: The tensors that the stage received and returned in :func:`compare_values`.
 
     Raises:
         CutError: They differ.
     """
     received, values = ran
     given = [] if not plan.low else trace.boundaries[plan.low].leaves
+    # A stage's outputs with the full model's, if both have gradients.
     pairs = [
         (a, b)
         for a, b in zip(values, _list_wanted(plan, trace), strict=True)
         if a.requires_grad and b.requires_grad
     ]
     params = [param for param in tree.parameters() if param.requires_grad]
-    inputs = [(mine, one) for mine, one in zip(received, given, strict=True) if one.requires_grad]
+    inputs = [(own, leaf) for own, leaf in zip(received, given, strict=True) if leaf.requires_grad]
     if not pairs or not (params or inputs):
         return
+    # Random seeds of the backward, so that no difference cancels out.
     draw = torch.Generator(pairs[0][0].device).manual_seed(0)
     seeds = [torch.randn(a.shape, generator=draw, device=a.device).to(a.dtype) for a, _ in pairs]
-    mine = torch.autograd.grad(
-        [a for a, _ in pairs], [*params, *(leaf for leaf, _ in inputs)], seeds, allow_unused=True
+    own_grads = torch.autograd.grad(
+        [a for a, _ in pairs], [*params, *(own for own, _ in inputs)], seeds, allow_unused=True
     )
-    theirs = torch.autograd.grad(
+    model_grads = torch.autograd.grad(
         [b for _, b in pairs],
-        [*params, *(one for _, one in inputs)],
+        [*params, *(leaf for _, leaf in inputs)],
         seeds,
         allow_unused=True,
         retain_graph=True,
     )
+    # The block of each parameter, by which the message names the first difference.
     owners = {
         id(param): index
         for index in range(plan.low, plan.high)
         for param in plan.stack.blocks[index].parameters()
     }
-    for leaf, one, other in zip(
-        [*params, *(leaf for leaf, _ in inputs)], mine, theirs, strict=True
+    for tensor, own_grad, model_grad in zip(
+        [*params, *(own for own, _ in inputs)], own_grads, model_grads, strict=True
     ):
-        if _differ(one, other):
-            raise CutError(_describe_difference(plan, owners.get(id(leaf), plan.low), "gradients"))
+        if _differ(own_grad, model_grad):
+            raise CutError(
+                _describe_difference(plan, owners.get(id(tensor), plan.low), "gradients")
+            )
 
 
 def _differ_any(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
@@ -226,16 +232,17 @@ def _differ_any(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     )
 
 
-def _differ(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors differ by more than rounding; None is zeros."""
-    if one is None or other is None:
-        left = one if other is None else other
+def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors differ by more than rounding; None represents zeros."""
+    if a is None or b is None:
+        left = a if b is None else b
         return left is not None and bool(left.detach().any())
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return True
-    if torch.equal(one, other) or not one.numel():
+    if torch.equal(a, b) or not a.numel():
         return False
-    if not one.is_floating_point():
+    if not a.is_floating_point():
         return True
-    difference, scale = (one - other).abs().max().item(), other.abs().max().item()
-    return not difference <= scale * torch.finfo(one.dtype).eps ** 0.75 or math.isinf(scale)
+    difference, scale = (a - b).abs().max().item(), b.abs().max().item()
+    # NaNs count as a difference, because they compare as false.
+    return not difference <= scale * torch.finfo(a.dtype).eps ** 0.75 or math.isinf(scale)

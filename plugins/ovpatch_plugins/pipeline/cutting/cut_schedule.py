@@ -36,7 +36,7 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     BlockStack,
     CutError,
     ForwardState,
-    find_blocks,
+    find_block_stack,
     map_leaves,
     prepared,
     trace_model,
@@ -94,33 +94,34 @@ def cut(
     """Cut a plain model into stages and return the schedule that trains it.
 
     Each stage runs the model's own forward, so masks, positions and rotary tables stay the model's; blocks of other
-    stages are skipped. All ranks call ``schedule.step()`` with the whole model's inputs. A stage's modules, parameters
-    and names are the model's; the model itself stays as it is, and can be dropped.
+    stages are skipped. All ranks call ``schedule.step()`` with the full model's inputs. A stage's modules, parameters
+    and names are the model's. The model itself stays as it is, and can be dropped.
 
-    The stages are compared with the whole model on the given microbatch: values and gradients in evaluation mode, and
+    The stages are compared with the full model on the given microbatch: values and gradients in evaluation mode, and
     values in training mode, with the same random numbers. Models that skip blocks in training are refused.
 
     Args:
-        model: The whole model, the same on all ranks, not wrapped for data parallelism. On the meta device it is cut
+        model: The full model, the same on all ranks, not wrapped for data parallelism. On the meta device it is cut
             without measuring and comparing.
         mesh: The pipeline's dimension of a mesh, or its group. All ranks of the job call ``cut()``.
         mb_args: Arguments of the model for one microbatch.
         mb_kwargs: Keyword arguments of the model for one microbatch.
         n_microbatches: Microbatches in a step.
-        loss_fn: Called with what the last stage returns and the microbatch's ``target``; the schedule's argument.
-        placement: ``straight``, one stage per rank; ``loop``, stage ``s`` on rank ``s % ranks``; ``vee``, a rank has
-            stages ``r`` and ``2 * ranks - 1 - r``; ``bidirectional``, two pipelines as in Chimera, one each way: a rank
-            has stage ``r`` of one and ``ranks - 1 - r`` of the other, and losses are on the last rank and on rank 0.
-        chunks: Stages per rank, 2 for ``loop`` and ``vee`` by default.
-        schedule: A class of torch's schedules, or its name; by default 1F1B, interleaved 1F1B or ZBV. None for
+        loss_fn: Called with the output of the last stage and the microbatch's ``target``; the schedule's argument.
+        placement: ``straight`` has one stage per rank. ``loop`` has stage ``s`` on rank ``s % ranks``. ``vee`` has
+            stages ``r`` and ``2 * ranks - 1 - r`` on rank ``r``. ``bidirectional`` has two pipelines as in Chimera, one
+            each way: rank ``r`` has stage ``r`` of one and ``ranks - 1 - r`` of the other, and losses are on the last
+            rank and on rank 0.
+        chunks: Stages per rank. Default: 2 for ``loop`` and ``vee``, otherwise 1.
+        schedule: A class of torch's schedules, or its name. Default: 1F1B, interleaved 1F1B or ZBV. None for
             ``bidirectional``.
-        blocks: Name of the list of blocks; by default the largest list of modules of one class.
-        balance: ``measured``, by time and memory of each block on this microbatch, where the model is; ``count``, by
-            the number of blocks.
+        blocks: Name of the list of blocks. Default: the largest list of modules of one class.
+        balance: ``measured`` balances the time and memory of blocks on this microbatch, on the model's device.
+            ``count`` balances the number of blocks.
         blocks_per_stage: Numbers of blocks, instead of ``balance``.
-        output: Makes a tensor, or several, of what the model returns; by default of a mapping its first tensor.
+        output: Makes a tensor, or several, of the model's output. Default: the first tensor of a mapping.
         wrap: Wraps the module of each stage, for example into ``DistributedDataParallel`` or ``fully_shard``.
-        device: Where stages compute; by default the mesh's device.
+        device: The device on which stages compute. Default: the mesh's device.
         schedule_options: Further arguments of the schedule.
 
     Returns:
@@ -147,10 +148,12 @@ def cut(
     placed = build_placement(placement, ranks=group.size(), chunks=chunks)
     ranks = placed[: count_stages(placed)]
     cls = _find_schedule(schedule, placement, chunks)
+    # In two directions, stages with the same number are replicas of one stage of the model.
     own = sorted({stage % len(ranks) for stage, rank in enumerate(placed) if rank == group.rank()})
     if placement == BIDIRECTIONAL:
         _check_buffers(model)
     home = next(model.parameters()).device
+    # Stages are compared on the model's device.
     args, kwargs = (
         map_leaves(value, lambda _, leaf: leaf.to(home) if isinstance(leaf, Tensor) else leaf)
         for value in (tuple(mb_args), kwargs)
@@ -158,7 +161,7 @@ def cut(
 
     def prepare() -> tuple[Callable[[], None], BlockStack, BlockCosts | None]:
         restore = prepared_model.enter_context(prepared(model, home))
-        stack = find_blocks(model, blocks, lambda: model(*args, **kwargs))
+        stack = find_block_stack(model, blocks, lambda: model(*args, **kwargs))
         check_count(len(stack.blocks), len(ranks))
         restore()
         return (
@@ -172,7 +175,7 @@ def cut(
         return _make_trees(model, stack, starts, args, kwargs, output, own, restore)
 
     has_costs = _is_measured(balance, blocks_per_stage, home) and len(ranks) > 1
-    # All code of the model runs in attempts: an error that left cut() on one rank would have peers wait.
+    # All code of the model runs in attempts: peers would wait for a rank on which an error left cut().
     with contextlib.ExitStack() as prepared_model:
         prepared_here, reason, cause = _attempt(prepare)
         costs, reason = _share_costs(group, has_costs, prepared_here and prepared_here[2], reason)
@@ -185,11 +188,14 @@ def cut(
     if reason:
         raise CutError(reason) from cause
     builder, trees, held = made
+    # The comparison has switched the stages between training and evaluation.
     builder.copy_modes()
     shared = find_shared_params(model, trees, held)
     where = _find_device(mesh, home) if device is None else torch.device(device)
     parts, stages, prefixes = [], [], []
     for stage, tree in trees.items():
+        # A model on the meta device keeps its parameters there, and the script initializes them with
+        # to_empty().
         part: nn.Module = tree if home.type == "meta" else tree.to(where)
         move_zeros(part, where)
         part = part if wrap is None else wrap(part)
@@ -199,19 +205,20 @@ def cut(
         stages[-1].tree = tree
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
     if placement == BIDIRECTIONAL and stages[0].stage_index != group.rank():
-        stages.reverse()  # the one of the pipeline that runs down is first
+        # The stage of the pipeline that runs down is first.
+        stages.reverse()
     owned = stages[0] if is_single else stages
     schedule_made = make_subclass(CutSchedule, cls)(
         owned, n_microbatches, loss_fn=loss_fn, **schedule_options
     )
     schedule_made.model_parts, schedule_made._prefixes = parts, prefixes
     schedule_made.block_ranges = _list_ranges(starts, len(stack.blocks))
-    schedule_made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
+    schedule_made._shared_grads = [SharedGrads(param, placed, group) for param in shared]
     if placement == BIDIRECTIONAL:
         from ovpatch_plugins.pipeline.variants.bidirectional import ReplicaGrads
 
         def find_shared() -> list[nn.Parameter]:
-            return [param for one in shared for param in one.find_params()]
+            return [param for tied in shared for param in tied.find_params()]
 
         schedule_made._shared_grads.append(
             ReplicaGrads(parts, schedule_made.replicas, group, find_shared)
@@ -222,11 +229,13 @@ def cut(
 class _Stage(PipelineStage):
     """A stage without five faults of torch.
 
-    To connect the ranks, torch 2.11 sends to its own rank, too, which gloo cannot. After an evaluation that comes
-    first, what its stages receive has no gradient, so that the first step fails. And to torch 2.15 an evaluation of
-    stages in a V fails, which hand gradients to each other that there are none of. The forward in which torch infers
-    shapes before the first step counts in running statistics, own generators and counters. And it reads uninitialized
-    memory, so that blocks fail that take indices from it.
+    - To connect the ranks, torch 2.11 also sends to its own rank, which gloo cannot do.
+    - After an evaluation that comes first, the received tensors of stages have no gradient, so that the first step
+      fails.
+    - In torch 2.15 an evaluation of stages in a V fails, because they pass each other gradients that do not exist.
+    - The forward in which torch infers shapes before the first step counts in running statistics, in generators of the
+      model and in counters.
+    - That forward also reads uninitialized memory, so that blocks fail that take indices from it.
 
     Attributes:
         tree: The stage's module before it was wrapped.
@@ -257,13 +266,13 @@ class _Stage(PipelineStage):
         ]
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self, "_shape_inference"):  # else torch infers anew
+        # Without this attribute, torch infers the buffers again.
+        if hasattr(self, "_shape_inference"):
             for info in itertools.chain.from_iterable(self.args_recv_info.values()):
                 buffer = getattr(info, "buffer", None)
                 if isinstance(buffer, Tensor) and not buffer.requires_grad:
-                    info.buffer = torch.empty_like(
-                        buffer, requires_grad=True
-                    )  # it may be of an inference mode
+                    # The buffer is new, because the old one may be of an inference mode.
+                    info.buffer = torch.empty_like(buffer, requires_grad=True)
         return super()._prepare_backward_infra(*args, **kwargs)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -285,15 +294,13 @@ def _check_model(model: nn.Module) -> None:
     )
     if wrapped or hasattr(model, "_orig_mod"):
         raise CutError(
-            f"the model is a {type(model).__name__} already. Cut the plain model, and wrap its "
-            "stages with "
-            "cut(..., wrap=...)."
+            f"the model is already a {type(model).__name__}. Cut the plain model, and wrap its "
+            "stages with cut(..., wrap=...)."
         )
     if "forward" in model.__dict__:
         raise CutError(
             "the model's forward was replaced on the object, as by accelerate's prepare() or a "
-            "hook of its big-model "
-            "loading. Cut the model before that."
+            "hook of its big-model loading. Cut the model before that."
         )
     if next(model.parameters(), None) is None:
         raise CutError(
@@ -307,9 +314,8 @@ def _check_buffers(model: nn.Module) -> None:
         if getattr(module, "track_running_stats", False):
             raise CutError(
                 f"{name} has running statistics, and a bidirectional pipeline has two replicas of "
-                "it that see half of "
-                "the microbatches each. Cut with placement='straight', or use a norm without "
-                "statistics."
+                "it that see half of the microbatches each. Cut with placement='straight', or use a "
+                "norm without statistics."
             )
 
 
@@ -319,8 +325,7 @@ def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> 
 
         if schedule is not None:
             raise CutError(
-                f"placement='bidirectional' has an order of its own, not {schedule!r}. Leave "
-                "schedule out."
+                f"placement='bidirectional' has its own order, not {schedule!r}. Leave schedule out."
             )
         return ScheduleBidirectional
     name = _SCHEDULES[placement] if schedule is None else schedule
@@ -332,12 +337,12 @@ def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> 
         )
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
     is_vee = cls.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    # Each class assumes where its stages are, and does not check the placement.
     wanted = "straight" if is_single else "vee" if is_vee else "loop"
     if wanted != placement or (is_vee and chunks != 2):
         raise CutError(
             f"{cls.__name__} does not run placement={placement!r} with {chunks} stages per rank. "
-            "Use "
-            f"placement={wanted!r}{', chunks=2' if is_vee else ''}."
+            f"Use placement={wanted!r}{', chunks=2' if is_vee else ''}."
         )
     return cls
 
@@ -349,19 +354,19 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
     except CutError as error:
         return None, str(error), None
     except Exception as error:  # noqa: BLE001 - of the user's forward, and raised once all ranks know it
+        # The message names the last frame outside of torch, which is in the user's code.
         frames = traceback.extract_tb(error.__traceback__)
         last = next(
             (frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1]
         )
         place = f"{last.name}(), {os.path.basename(last.filename)}:{last.lineno}"
-        # Some errors have no text, as the StopIteration of next() for a module without parameters.
+        # Some errors have no message, such as the StopIteration of next() for a module without parameters.
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         text = (
             f"a forward of the model or of one of its stages failed with {what} (in {place}). "
-            "Pass a microbatch that the model accepts in evaluation and in training. If the whole "
-            "model accepts it, "
-            "keep reads of other modules' parts out of its forward, or name another list with "
-            "blocks=."
+            "Pass a microbatch that the model accepts in evaluation and in training. If the full "
+            "model accepts it, keep reads of other modules' parts out of its forward, or name "
+            "another list with blocks=."
         )
         return None, text, error
 
@@ -375,12 +380,14 @@ def _is_measured(balance: str, blocks_per_stage: Sequence[int] | None, home: tor
 def _share_costs(
     group: dist.ProcessGroup, is_measured: bool, costs: BlockCosts | None, reason: str
 ) -> tuple[BlockCosts | None, str]:
-    """Return the costs that all ranks use, and the reason for which any of them cannot cut, or "".
+    """Return the costs that all ranks use, and the reason for which a rank cannot cut, or "".
 
-    All ranks use the costs of one, because replicas of a pipeline must have the same stages. So ranks of all
+    All ranks use the costs of one rank, because replicas of a pipeline must have the same stages. So ranks of all
     pipelines exchange them, if they measure.
     """
     world = dist.distributed_c10d._get_default_group() if is_measured else group
+    # The costs of the first rank count, because times differ by rank and all ranks need the same
+    # numbers.
     own = costs.as_dict() if costs is not None and world.rank() == 0 else None
     found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
     numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
@@ -403,8 +410,7 @@ def _choose_starts(
         if len(sizes) != len(ranks) or sum(sizes) != count or min(sizes) < 1:
             raise CutError(
                 f"blocks_per_stage={sizes} does not divide {count} blocks into {len(ranks)} "
-                "stages. Give as many "
-                "numbers, each at least 1, with that sum."
+                "stages. Give as many numbers, each at least 1, with that sum."
             )
         return [sum(sizes[:stage]) for stage in range(len(sizes))]
     return split_evenly(count, len(ranks)) if costs is None else split_blocks(costs, ranks)
@@ -420,7 +426,7 @@ def _make_trees(
     own: Sequence[int],
     restore: Callable[[], None],
 ) -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
-    """Return this rank's stages, compared with the whole model, and the ids of each stage's parameters."""
+    """Return this rank's stages, compared with the full model, and the ids of each stage's parameters."""
     trace = trace_model(model, stack, starts[1:], args, kwargs)
     restore()
     trace.output = output(trace.output)
@@ -441,8 +447,7 @@ def _make_trees(
             )
             raise CutError(
                 f"stage {plan.index} reads {name}, which is in no module that it calls or reads. "
-                "Read it through its "
-                "own module."
+                "Read it through its own module."
             )
         if plan.index in own:
             trees[plan.index] = tree
@@ -451,8 +456,9 @@ def _make_trees(
             compare_grads(
                 tree, plans[index], trace, compare_values(tree, plans[index], trace, args, kwargs)
             )
+    # The nodes would keep the traced graph alive.
     for plan in plans:
-        plan.nodes.clear()  # they keep the traced graph alive
+        plan.nodes.clear()
     if not is_meta:
         del trace
         check_training(
@@ -473,6 +479,7 @@ def _agree(
     starts: Sequence[int],
     reason: str,
 ) -> str:
+    # Ranks that cut different models would exchange tensors of different shapes later.
     names = repr([(name, tuple(param.shape)) for name, param in model.named_parameters()])
     terms = {
         "blocks": stack.path,
@@ -498,7 +505,7 @@ def _list_ranges(starts: Sequence[int], count: int) -> list[range]:
 
 
 class SharedGrads:
-    """Adds up the gradients that several stages have of one parameter.
+    """The sum of the gradients that several stages have of one parameter.
 
     Args:
         param: The parameter.
@@ -508,6 +515,7 @@ class SharedGrads:
 
     def __init__(self, param: SharedParam, placement: Placement, group: dist.ProcessGroup) -> None:
         self._param = param
+        # The gradients of earlier steps, while a step runs.
         self._kept: list[Tensor | None] = []
         self._pipelines = len(placement) // count_stages(placement)
         ranks = sorted(
@@ -517,35 +525,39 @@ class SharedGrads:
                 if stage % count_stages(placement) in param.stages
             }
         )
+        # The ranks with copies; None if this rank has all of them, or none.
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1 and group.rank() in ranks:
             names = [dist.get_global_rank(group, rank) for rank in ranks]
             self._group = group
             if len(ranks) < group.size():
+                # Only the ranks with copies take part, so their peers need not call this.
                 self._group = dist.new_group(names, use_local_synchronization=True)
 
     def start_step(self) -> None:
-        """Put the gradients of earlier steps aside: they are sums already."""
+        """Put the gradients of earlier steps aside, because they are already sums."""
         params = self._param.find_params()
         self._kept = [param.grad for param in params]
         for param in params:
             param.grad = None
 
     def restore(self) -> None:
-        """Give back what was put aside, after an error."""
+        """Restore the gradients of earlier steps, after an error."""
         for param, kept in zip(self._param.find_params(), self._kept, strict=True):
             param.grad = kept
         self._kept = []
 
     def finish_step(self, scale: int) -> None:
-        """Have each copy's gradient be the sum over all stages, and add it to what was put aside.
+        """Make each copy's gradient the sum over all stages, and add the gradients of earlier steps.
 
         Args:
-            scale: What torch's schedule divides all gradients by at the end of a step, earlier ones included.
+            scale: The divisor by which torch's schedule divides all gradients at the end of a step, earlier ones
+                included.
         """
         params = self._param.find_params()
         if not params:
             return
+        # A copy without a gradient adds zeros, because peers wait for its part.
         total = torch.zeros_like(params[0])
         with torch.no_grad():
             for param in params:
@@ -556,7 +568,8 @@ class SharedGrads:
                     total.to_local() if hasattr(total, "to_local") else total, group=self._group
                 )
             if scale != 1 and self._pipelines > 1:
-                total /= self._pipelines  # each has divided its own by its microbatches alone
+                # Each pipeline has divided its gradients by its number of microbatches alone.
+                total /= self._pipelines
             for index, (param, kept) in enumerate(zip(params, self._kept, strict=True)):
                 if kept is not None:
                     param.grad = kept.div_(scale).add_(total) if scale != 1 else kept.add_(total)
@@ -566,7 +579,7 @@ class SharedGrads:
 
 
 class CutSchedule:
-    """What a schedule from :func:`cut` has beyond torch's class.
+    """The additions of :func:`cut` to the class of a torch schedule.
 
     Attributes:
         model_parts: The modules of this rank's stages.
@@ -583,21 +596,21 @@ class CutSchedule:
     ) -> None:
         schedule: Any = self
         count = schedule._n_microbatches
+        # Torch gives positional arguments to the first stage alone, so all arguments become keywords.
         named = [
             name_args(args, kwargs)
             for args, kwargs in zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True)
         ]
         run = super()._step_microbatches  # type: ignore[misc]
         if not schedule._has_backward:
-            scale, schedule.scale_grads = (
-                schedule.scale_grads,
-                False,
-            )  # torch divides gradients of the last step again
+            # Torch would scale the gradients of the last step again.
+            scale, schedule.scale_grads = schedule.scale_grads, False
             try:
                 run([()] * count, named, *rest, **options)
             finally:
                 schedule.scale_grads = scale
             return
+        # The sums that have put gradients aside, which they must restore after an error.
         started: list[Any] = []
         try:
             for shared in self._shared_grads:
@@ -613,16 +626,16 @@ class CutSchedule:
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this rank has the first stage."""
+        """True if this rank has the first stage."""
         return any(stage.is_first for stage in list_stages(self))
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank has the last stage, and so losses and outputs."""
+        """True if this rank has the last stage, and so losses and outputs."""
         return any(stage.is_last for stage in list_stages(self))
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters with their names in the whole model."""
+        """Return this rank's parameters with their names in the full model."""
         return [
             (_plain_name(name, prefix), param)
             for part, prefix in zip(self.model_parts, self._prefixes, strict=True)
@@ -634,7 +647,7 @@ class CutSchedule:
         return [param for _, param in self.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the whole model's ``state_dict()``, as it is saved by DCP."""
+        """Return this rank's part of the full model's ``state_dict()``, in the form in which DCP saves it."""
         return {
             _plain_name(key, prefix): value
             for part, prefix in zip(self.model_parts, self._prefixes, strict=True)
@@ -642,7 +655,7 @@ class CutSchedule:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a ``state_dict()``, which may be the whole model's.
+        """Load this rank's part of a ``state_dict()``, which may be the full model's.
 
         Raises:
             CutError: Entries are missing, and ``strict`` is true.
@@ -650,8 +663,8 @@ class CutSchedule:
         missing = sorted(set(self.state_dict()) - set(state_dict))
         if missing and strict:
             raise CutError(
-                f"the state dict lacks {', '.join(missing[:5])}. Load the same model's, or set "
-                "strict=False."
+                f"the state dict lacks {', '.join(missing[:5])}. Load a state dict of the same model, or "
+                "set strict=False."
             )
         for part, prefix in zip(self.model_parts, self._prefixes, strict=True):
             names = {key: _plain_name(key, prefix) for key in part.state_dict()}
@@ -667,7 +680,7 @@ def _find_prefix(part: nn.Module, tree: nn.Module) -> str:
 
 
 def _plain_name(name: str, prefix: str) -> str:
-    """Return a name without what wrappers of the stage, and of modules in it, put into it."""
+    """Return a name without the parts that wrappers of the stage, and of modules in it, add."""
     name = name.removeprefix(prefix)
     for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(inner, "")

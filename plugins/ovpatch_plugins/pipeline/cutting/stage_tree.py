@@ -1,11 +1,12 @@
-"""A stage of a plain model: its modules, around them the model's own forward.
+"""A stage of a plain model: its modules, and around them the model's own forward.
 
-A stage's module is the tree of the model with the same names and classes. Own blocks and what else the stage computes
-are the model's; the rest has no parameters. A block before the own ones returns what the previous stage sent; the first
-block behind them ends the forward with what goes to the next stage.
+A stage's module is the tree of the model with the same names and classes. Its own blocks, and all other modules that
+the stage computes, are the model's. The remaining modules have no parameters. The block before the own blocks returns
+the tensors that the previous stage sent. The block after them ends the forward with the tensors for the next stage.
 
-[Note: nothing of a stage hooks its blocks] Received tensors enter as the output of the block before, and the forward
-ends at the entry of the block behind. So a block that is checkpointed gets them as its input, and recomputes alone.
+[Note: nothing of a stage hooks its blocks] Received tensors enter as the output of the block before the own blocks.
+The forward ends at the entry of the block after them. So a checkpointed block gets the tensors as its input, and
+recomputes alone.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
 )
 from ovpatch_plugins.pipeline.graph import walk_graph
 
+# The attribute of a module that has the data of its role.
 _ROLE: Final = "_ovpatch_role"
 ARG: Final = "ovpatch_arg_"
-"""Keyword under which a positional argument of the model travels to all stages."""
+"""The prefix of the keyword by which a positional argument of the model is passed to all stages."""
 
 
 class _StageEnd(BaseException):
-    """Ends the model's forward behind the last own block; caught by the stage's root."""
+    """The exception that ends the model's forward after the last own block; the stage's root catches it."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
@@ -48,20 +50,20 @@ class _StageEnd(BaseException):
 
 @dataclass
 class StagePlan:
-    """What a stage computes.
+    """The part of the model that a stage computes.
 
     Attributes:
         index: The stage.
         low: Its first block.
-        high: The block behind its last one.
+        high: The block after its last block.
         stack: All blocks.
-        outputs: Places in the output of block ``low - 1`` where received tensors go.
-        sent: Places in the inputs of block ``high`` of what goes to the next stage.
-        select: Makes a tensor, or several, of what the model returns.
+        outputs: Places of the received tensors in the output of block ``low - 1``.
+        sent: Places of the tensors for the next stage in the inputs of block ``high``.
+        select: Makes a tensor, or several, of the model's output.
         nodes: The nodes of the traced graph that belong to the stage.
-        params: Ids of the parameters that the stage's outputs depend on.
-        received: What the previous stage sent, while the forward runs.
-        due: The block of another stage that the forward has to call next.
+        params: Ids of the parameters on which the stage's outputs depend.
+        received: The tensors that the previous stage sent, while the forward runs.
+        due: The block of another stage that the forward must call next.
     """
 
     index: int
@@ -78,7 +80,7 @@ class StagePlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage has the last block."""
+        """True if the stage has the last block."""
         return self.high == len(self.stack.blocks)
 
 
@@ -88,28 +90,29 @@ def make_plans(
     """Return the plans of all stages, from the graph of a traced forward.
 
     Raises:
-        CutError: A stage depends on an earlier one by more than what its first block is given.
+        CutError: A stage depends on an earlier stage by more than the inputs of its first block.
     """
     plans = []
+    # The block of each parameter.
     owners = {
         id(param): index for index, block in enumerate(stack.blocks) for param in block.parameters()
     }
     for stage, (low, high) in enumerate(zip(starts, [*starts[1:], len(stack.blocks)], strict=True)):
-        before, behind = trace.boundaries.get(low), trace.boundaries.get(high)
+        before, after = trace.boundaries.get(low), trace.boundaries.get(high)
         outputs = (
-            [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+            [tensor for _, tensor in find_tensors(trace.output)] if after is None else after.tensors
         )
         nodes, leaves = walk_graph(outputs)
+        # Blocks of other stages on whose parameters this stage depends, other than through its inputs.
         foreign = sorted(
             owners[key] for key in leaves if key in owners and not low <= owners[key] < high
         )
         if foreign:
             raise CutError(
                 f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} "
-                "by more than the "
-                f"hidden states that {stack.name(low - 1)} returns. Have each block return that, "
-                "too, so that it "
-                "passes through all blocks, or cut elsewhere with blocks_per_stage=."
+                f"by more than the hidden states that {stack.name(low - 1)} returns. Have each block "
+                "return that, too, so that it passes through all blocks, or cut elsewhere with "
+                "blocks_per_stage=."
             )
         plans.append(
             StagePlan(
@@ -118,7 +121,7 @@ def make_plans(
                 high,
                 stack,
                 [] if before is None else before.outputs,
-                [] if behind is None else behind.inputs,
+                [] if after is None else after.inputs,
                 select,
                 nodes,
                 {key for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter)},
@@ -128,7 +131,7 @@ def make_plans(
 
 
 def select_output(output: Any) -> Any:
-    """Return a model's output as the last stage returns it: of a mapping or a dataclass, its first tensor.
+    """Return the last stage's output for a model's output: of a mapping or a dataclass, its first tensor.
 
     Raises:
         CutError: There is no tensor.
@@ -138,9 +141,8 @@ def select_output(output: Any) -> Any:
     first = next((tensor for _, tensor in find_tensors(output)), None)
     if first is None:
         raise CutError(
-            f"the model returns a {type(output).__name__} without a tensor. Say what the loss "
-            "needs of it: "
-            "cut(..., output=lambda result: result.logits)."
+            f"the model returns a {type(output).__name__} without a tensor. Pass a function that "
+            "selects the values for the loss: cut(..., output=lambda result: result.logits)."
         )
     return first
 
@@ -161,7 +163,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class _Root:
-    """The root of a stage: takes received tensors, and runs the model's own forward up to the stage's end."""
+    """The root of a stage, which takes received tensors and runs the model's own forward up to the stage's end."""
 
     def forward(self, *received: Tensor, **kwargs: Any) -> Any:
         plan: StagePlan = self.__dict__[_ROLE]
@@ -174,7 +176,8 @@ class _Root:
             received = tuple(
                 make(tensor) if tensor.requires_grad else tensor for tensor in received
             )
-        plan.received, plan.due = received, 0
+        plan.received = received
+        plan.due = 0
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except _StageEnd as end:
@@ -186,9 +189,8 @@ class _Root:
         if not plan.is_last:
             raise CutError(
                 f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the "
-                "microbatch that it "
-                "was cut with. Cut it with a microbatch that takes the same path as those of "
-                "training."
+                "microbatch that it was cut with. Cut it with a microbatch that takes the same path "
+                "as those of training."
             )
         return plan.select(output)
 
@@ -196,11 +198,12 @@ class _Root:
 class _SkippedBlock:
     """A block of another stage."""
 
-    __call__ = nn.Module.__call__  # not the block's, which may checkpoint what it calls
+    # This is torch's method, because the block's own __call__ may checkpoint the forward.
+    __call__ = nn.Module.__call__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan, index, template = self.__dict__[_ROLE]
-        # Received tensors enter as the output of the last block before the own ones. A forward that skips that block
+        # Received tensors enter as the output of the last block before the own blocks. A forward that skips that block
         # would continue with the zeros that represent hidden states.
         if index != (plan.due if plan.due < plan.low else plan.high):
             raise CutError(_describe_skip(plan))
@@ -218,26 +221,25 @@ def _describe_skip(plan: StagePlan) -> str:
     name = plan.stack.name(plan.due if plan.due < plan.low else plan.high)
     return (
         f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did "
-        "not get the hidden "
-        "states of the stage before. Have the forward call all blocks in order, also in training: "
-        "turn LayerDrop off, "
-        "as by layerdrop=0.0."
+        "not get the hidden states of the previous stage. Have the forward call all blocks in order, "
+        "also in training: turn LayerDrop off, as by layerdrop=0.0."
     )
 
 
 class _Placeholder:
-    """A module that a stage does not have, but whose parameters the model's forward may read."""
+    """A module that a stage does not have; the model's forward may read its parameters."""
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
+        """Yield zeros instead of parameters; the model's forward may read a dtype or a device from them.
 
-        The stage's root does not have them. Blocks of other stages have none: other features recognize them by that.
+        The stage's root has no such zeros. Blocks of other stages have no parameters, and other features recognize them
+        by that.
         """
         return _list_zeros(self, recurse)
 
 
 class _Blank(_Placeholder):
-    """A module whose output the stage does not need: returns zeros of the right shapes."""
+    """A module whose output the stage does not need; it returns zeros of the right shapes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (twins,) = self.__dict__[_ROLE]
@@ -269,25 +271,27 @@ def _list_zeros(module: Any, recurse: bool) -> Iterator[Tensor]:
 class _Twins:
     """Copies of a module without its parameters, which compute the shapes of its output.
 
-    The copy on the meta device computes nothing else. Its forward fails if the module's forward depends on values, as
-    on sizes of pictures. Then a copy computes that has zeros without memory for parameters.
+    The copy on the meta device computes shapes alone. Its forward fails if the module's forward depends on values, such
+    as the sizes of pictures. Then another copy computes with zeros without memory as parameters.
 
     Args:
         module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # The copy from which the other copies are made; it has the module's own buffers.
         self._shell = _make_twin(module, None)
+        # The copy that computes.
         self._twin = _make_twin(module, torch.device("meta"))
         self._is_meta = True
 
     def compute(self, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Return the output of the module with wrong values.
+        """Return an output of the module with the right shapes and wrong values.
 
         Args:
             args: Its arguments.
             kwargs: Its keyword arguments.
-            device: Where they are.
+            device: Their device.
         """
         if self._is_meta:
             try:
@@ -309,7 +313,7 @@ class _Twins:
 class _Absent(_Placeholder):
     """A module that the stage does not call.
 
-    Its role has the stage's plan if the model calls the module after all blocks, so that the stage ends before.
+    If the model calls the module after all blocks, its role has the stage's plan, because the stage ends before.
     """
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -318,10 +322,8 @@ class _Absent(_Placeholder):
             raise CutError(_describe_skip(plan))
         raise CutError(
             f"the stage has no {name}, which it did not call with the microbatch that the model "
-            "was cut with. Cut the "
-            "model with a microbatch that takes the same path as those of training, and have only "
-            "a module's own "
-            "forward call its parts."
+            "was cut with. Cut the model with a microbatch that takes the same path as those of "
+            "training, and have only a module's own forward call its parts."
         )
 
 
@@ -329,7 +331,7 @@ _classes: dict[tuple[type, type], Any] = {}
 
 
 def make_subclass(role: type, cls: type) -> Any:
-    """Return a class that plays a role and is otherwise ``cls``, by name and by ``isinstance()``."""
+    """Return a class that plays a role and is otherwise ``cls``, by its name and for ``isinstance()``."""
     if (role, cls) not in _classes:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _classes[role, cls] = type(cls.__name__, (role, cls), names)
@@ -337,8 +339,9 @@ def make_subclass(role: type, cls: type) -> Any:
 
 
 _ZEROS: Final = "_ovpatch_zeros"
-"""Attribute of a module: names of what it has zeros for, and whether each is a parameter."""
+"""The attribute of a module with the names of its zeros, and whether each represents a parameter."""
 
+# The attributes of torch of which a copy of a module has its own.
 _FRESH: Final = MODULE_STATE - {"training"}
 
 
@@ -348,16 +351,17 @@ def _play(
     part: Any,
     find_own: Callable[[nn.Module], nn.Module | None] = lambda _: None,
 ) -> nn.Module:
-    """Return a module without parameters and buffers in the place of another one.
+    """Return a module without parameters and buffers that replaces another module.
 
-    Its children are plain attributes, which the model's forward can read, as for the dtype of a weight. As modules they
-    would be found by features that look for linears to shard or to defer.
+    Its children are plain attributes, which the model's forward can read, for example to get the dtype of a weight. If
+    they were modules, features that look for linears to shard or to defer would find them.
 
     Args:
         role: A class of roles.
         module: The module.
-        part: What the role knows.
-        find_own: Returns the stage's own module for one that the model also calls without ``module``; None for others.
+        part: The data of the role.
+        find_own: Returns the stage's own module for a module that the model also calls outside of ``module``, None for
+            others.
     """
     cls = make_subclass(role, type(module))
     made: nn.Module = cls.__new__(cls)
@@ -370,6 +374,7 @@ def _play(
             made.__dict__[name] = None
             if tensor is not None:
                 _set_zeros(made, name, tensor)
+    # Containers look their members up among their modules, so these must be there.
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for name, child in module._modules.items():
         own = None if child is None else find_own(child)
@@ -386,7 +391,7 @@ def _play(
 def _set_zeros(
     module: nn.Module, name: str, tensor: Tensor, device: torch.device | None = None
 ) -> None:
-    """Have a module hold zeros without memory in the place of a parameter or buffer that the stage does not have."""
+    """Let a module hold zeros without memory instead of a parameter or buffer that the stage does not have."""
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device if device is None else device
     with outside_modes():
         module.__dict__[name] = torch.zeros((), dtype=dtype, device=device).expand(shape)
@@ -394,7 +399,7 @@ def _set_zeros(
 
 
 def move_zeros(tree: nn.Module, device: torch.device) -> None:
-    """Move what stands for absent parameters of a stage, which ``tree.to()`` and ``to_empty()`` do not see."""
+    """Move the zeros of a stage's absent parameters, which ``tree.to()`` and ``to_empty()`` do not see."""
     for module in tree.modules():
         for name in tuple(module.__dict__.get(_ZEROS, ())):
             _set_zeros(module, name, module.__dict__[name], device)
@@ -408,27 +413,33 @@ def move_zeros(tree: nn.Module, device: torch.device) -> None:
 
 
 class StageTree:
-    """Makes the modules of stages.
+    """The maker of the stages' modules.
 
     Args:
-        model: The whole model, which stays as it is.
+        model: The full model, which stays as it is.
         stack: Its blocks.
         trace: One forward of it.
-        plans: All stages.
+        plans: The plans of all stages.
     """
 
     def __init__(
         self, model: nn.Module, stack: BlockStack, trace: Trace, plans: Sequence[StagePlan]
     ) -> None:
-        self._model, self._stack, self._trace, self._plans = model, stack, trace, plans
+        self._model = model
+        self._stack = stack
+        self._trace = trace
+        self._plans = plans
         self._outside = {id(module) for module in list_outside(model, stack)}
         self._blocks = {id(block): index for index, block in enumerate(stack.blocks)}
         self._names = {id(module): name for name, module in model.named_modules()}
+        # Ids of the parameters on which some stage depends.
         self._reached = set().union(*(plan.params for plan in plans))
+        # Modules of stages, with the modules of the model that they copy.
         self._sources: list[tuple[nn.Module, nn.Module]] = []
 
     def build(self, plan: StagePlan) -> nn.Module:
-        """Return the module of a stage. Its parameters are the model's."""
+        """Return the module of a stage; its parameters are the model's."""
+        # Each module of the model has one copy in a stage, also if it occurs several times.
         made: dict[int, nn.Module] = {}
         root = self._copy(self._model, plan, made)
         for source_id, module in made.items():
@@ -445,7 +456,7 @@ class StageTree:
         return made[id(module)]
 
     def copy_modes(self) -> None:
-        """Have the modules of stages train or evaluate as those of the model do."""
+        """Set the modules of stages to train or evaluate as those of the model do."""
         for made, source in self._sources:
             made.training = source.training
 
@@ -455,7 +466,7 @@ class StageTree:
             if plan.low <= index < plan.high:
                 return module
             return _play(_SkippedBlock, module, (plan, index, self._trace.templates[index]))
-        is_whole = False
+        is_complete = False
         if id(module) in self._outside:
             call = self._trace.calls.get(id(module))
             if call is not None:
@@ -470,13 +481,13 @@ class StageTree:
 
                 if self._is_blank(module, call, plan):
                     return _play(_Blank, module, (_Twins(module),), find_own)
-                if self._is_behind(call) and not plan.is_last:
+                if self._is_after_blocks(call) and not plan.is_last:
                     return _play(_Absent, module, (self._names[id(module)], plan), find_own)
-                is_whole = True
+                is_complete = True
             elif not self._has_calls(module) and not self._keeps_any(module, plan):
                 return _play(_Absent, module, (self._names[id(module)], None))
         copied = _copy_shallow(module)
-        if not is_whole:
+        if not is_complete:
             for name, param in module._parameters.items():
                 if param is not None and not self._keeps(param, plan):
                     del copied._parameters[name]
@@ -486,19 +497,19 @@ class StageTree:
                 copied._modules[name] = None
             else:
                 # Torch calls registration hooks, by which other features find the stage. The class of the model may
-                # have its own __setattr__, which must not act on the copy.
+                # define __setattr__, which must not act on the copy.
                 nn.Module.__setattr__(copied, name, self._copy(child, plan, made))
         return copied
 
     def _is_blank(self, module: nn.Module, call: ModuleCall, plan: StagePlan) -> bool:
-        """Whether a stage calls a module but needs nothing of what it returns, nor its parameters otherwise."""
-        if not plan.low or not call.is_differentiable or self._is_behind(call):
+        """Return whether a stage calls a module, but needs neither its output nor its parameters."""
+        if not plan.low or not call.is_differentiable or self._is_after_blocks(call):
             return False
         return not any(node in plan.nodes for node in call.nodes) and not self._reaches(
             module, plan
         )
 
-    def _is_behind(self, call: ModuleCall) -> bool:
+    def _is_after_blocks(self, call: ModuleCall) -> bool:
         return call.blocks_before == len(self._stack.blocks)
 
     def _has_calls(self, module: nn.Module) -> bool:
@@ -512,7 +523,7 @@ class StageTree:
         return not params or any(self._keeps(param, plan) for param in params)
 
     def _keeps(self, param: nn.Parameter, plan: StagePlan) -> bool:
-        """Whether a stage has a parameter: it depends on it, or it is the first and no stage does."""
+        """Return whether a stage has a parameter: it depends on it, or it is the first and no stage does."""
         return id(param) in plan.params or (plan.index == 0 and id(param) not in self._reached)
 
 
@@ -549,7 +560,7 @@ def _make_twin(module: nn.Module, device: torch.device | None) -> nn.Module:
 
 
 def _redirect(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
-    """Have plain attributes of a copied module that name modules of the whole model name their copies."""
+    """Let plain attributes of a copied module refer to the copies of the full model's modules."""
     for name, value in module.__dict__.items():
         if name in _FRESH or name == _ROLE:
             continue
@@ -568,10 +579,10 @@ def _redirect(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
 class SharedParam:
     """A parameter that several stages have, such as a tied embedding.
 
-    Attributes:
-        name: Its first name in the whole model.
-        stages: The stages.
-        owners: The modules of this rank's stages that have it, and its name in them.
+    name: Its first name in the full model.
+    name: Its first name in the whole model.
+    stages: The stages.
+    owners: The modules of this rank's stages that have it, and its name in each.
     """
 
     name: str
@@ -579,7 +590,7 @@ class SharedParam:
     owners: tuple[tuple[nn.Module, str], ...]
 
     def find_params(self) -> list[nn.Parameter]:
-        """Return this rank's copies, as they are after the stages were wrapped."""
+        """Return this rank's copies; wrappers of stages may have replaced them."""
         params = [owner._parameters[name] for owner, name in self.owners]
         return [param for param in params if param is not None]
 
@@ -590,7 +601,7 @@ def find_shared_params(
     """Find the parameters of several stages, and give each of this rank's stages its own copy.
 
     Args:
-        model: The whole model.
+        model: The full model.
         trees: This rank's stages.
         held: Ids of the parameters of each stage.
     """
@@ -605,11 +616,12 @@ def find_shared_params(
         owners: list[tuple[nn.Module, str]] = []
         is_first = True
         for tree in trees.values():
+            # The modules of the stage that have the parameter, with its names in them.
             inner = [
                 (module, at)
                 for module in tree.modules()
-                for at, one in module._parameters.items()
-                if one is param
+                for at, own in module._parameters.items()
+                if own is param
             ]
             if inner and not is_first:
                 copied = nn.Parameter(param.detach().clone())

@@ -1,7 +1,8 @@
 """The linears of a stage whose weight gradients are computed after the backward.
 
-A backward with deferral yields the gradient of the stage's input and the gradients of all parameters except the weights
-and biases of linears. For these it keeps input and output gradient of each linear, from which W computes the GEMMs.
+A backward with deferral yields the gradient of the stage's input and the gradients of all parameters except
+the weights and biases of linears. For these it keeps the input and the output gradient of each linear. W
+computes the GEMMs from them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ovpatch.overlap.tensors.linear_ops import (
 from ovpatch_plugins.pipeline.graph import find_readers
 from ovpatch_plugins.pipeline.pipeline_counters import StageReport
 
+# The attribute of a linear that has its queue.
 _QUEUE: Final = "_ovpatch_wgrad_queue"
 _VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
@@ -52,10 +54,12 @@ class _Call:
     ) -> None:
         self.queue = queue
         self.weight = weight
+        # A frozen bias needs no gradient.
         self.bias = bias if bias is not None and bias.requires_grad else None
         self.compute = compute
         self.input: Tensor | None = None
         self.grad: Tensor | None = None
+        # Whether stock PyTorch sums the bias's gradient over all batch dimensions in one reduction.
         self.sums_rows_at_once = True
 
     def keep_grad(self, grads: Sequence[Tensor | None]) -> None:
@@ -63,7 +67,7 @@ class _Call:
         self.grad = grads[0]
 
     def take_operands(self) -> tuple[Tensor, Tensor]:
-        """Return input and output gradient, and drop them: nodes keep the call as long as the script keeps a loss."""
+        """Return input and output gradient, and drop them, because the script's loss keeps the call alive."""
         assert self.grad is not None
         assert self.input is not None
         operands = self.input, self.grad
@@ -73,10 +77,10 @@ class _Call:
 
 
 class _Keep(torch.autograd.Function):
-    """The identity. Its backward runs right after the linear's, and hands the call to the queue.
+    """The identity, whose backward runs right after the linear's and hands the call to the queue.
 
-    It saves the input *before* the GEMM: a non-reentrant checkpoint recomputes up to the last saved tensor, and would
-    otherwise compute one more GEMM.
+    It saves the input *before* the GEMM. A non-reentrant checkpoint recomputes up to the last saved tensor,
+    and would otherwise compute one more GEMM.
     """
 
     @staticmethod
@@ -93,7 +97,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _DeferredLinear(nn.Linear):
-    """``nn.Linear`` while the engine runs its stage. Weight and bias enter the graph detached."""
+    """``nn.Linear`` while the engine runs its stage; weight and bias enter the graph detached."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
@@ -106,13 +110,14 @@ class _DeferredLinear(nn.Linear):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 queue.note_undeferred(self)
             return F.linear(input, self.weight, self.bias)
-        if queue.is_looking and queue.keeps_in_backward(self):
-            return queue.look_at(self, F.linear(input, weight, bias))
+        if queue.is_observing and queue.keeps_in_backward(self):
+            return queue.observe_output(self, F.linear(input, weight, bias))
         x, w, b = input, weight.detach(), None if bias is None else bias.detach()
         dtype = autocast_dtype(x.device.type, x.dtype)
         if dtype is not None:
             x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
         call = _Call(queue, weight, bias)
+        # A frozen bias needs no call, so it stays in the graph as in stock PyTorch.
         if bias is not None and not bias.requires_grad:
             b = bias
         y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]  # torch's apply()
@@ -131,6 +136,7 @@ def _skip_views(node: Any) -> Any:
     return node
 
 
+# Scripts print and compare the name of the class, so it is the name of torch's class.
 _DeferredLinear.__name__ = nn.Linear.__name__
 _DeferredLinear.__qualname__ = nn.Linear.__qualname__
 _DeferredLinear.__module__ = nn.Linear.__module__
@@ -154,25 +160,25 @@ def _is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 class DeferredLinears:
     """The linears of one stage that defer, and their weight gradients from B until W.
 
-    [Note: deferral keeps stock's bits] W computes the GEMMs of stock PyTorch's backward on the same operands. It gives
-    the results to the leaf through the engine of autograd, which accumulates and calls hooks as in stock PyTorch.
-    Microbatches come in the same order. A weight with other contributions, such as a tied one, would round as
-    (G + e) + h instead of G + (e + h), so such weights stay in B. The first microbatch leaves all weights in B: its
-    graph shows which weights have other readers.
+    [Note: deferral keeps the bits] W computes the GEMMs of stock PyTorch's backward on the same operands. It
+    gives the results to the leaf through the engine of autograd, which accumulates and calls hooks as in
+    stock PyTorch. Microbatches come in the same order. A weight with other contributions, such as a tied
+    weight, would round as (G + e) + h instead of G + (e + h). Such weights stay in B. The first microbatch
+    leaves all weights in B, because only its graph shows which weights have other readers.
 
     Args:
         module: The stage's module.
-        report: Gets the reasons why linears stay in B.
-        takes_others: Whether linears of other features leave their weight gradients to W, too. In B, these gradients
-            may hide a communication.
+        report: Gets the reasons for which linears stay in B.
+        takes_foreign: Whether linears of other features also leave their weight gradients to W. In B, these
+            gradients may hide a communication.
         is_fused: Whether GEMMs add into a gradient that no hook sees. This rounds once instead of twice.
 
     Attributes:
         defers: Whether the step's scan found linears to defer.
-        is_graph_known: Whether the graph of a microbatch has shown which weights have to stay in B.
-        is_looking: Whether the first microbatch is computed, whose graph is still unknown.
-        computed: Weight gradients computed here.
-        pending: Calls whose weight gradient is due, over all microbatches.
+        is_graph_known: Whether the graph of a microbatch has shown which weights must stay in B.
+        is_observing: Whether the first microbatch is computed, whose graph is still unknown.
+        computed: Number of weight gradients computed here.
+        pending: Number of calls whose weight gradient is not computed, over all microbatches.
     """
 
     def __init__(
@@ -180,49 +186,51 @@ class DeferredLinears:
         module: nn.Module,
         report: StageReport,
         *,
-        takes_others: bool = False,
+        takes_foreign: bool = False,
         is_fused: bool = False,
     ) -> None:
         self.defers = False
         self.is_graph_known = False
-        self.is_looking = False
+        self.is_observing = False
         self.computed = 0
         self.pending = 0
         self._module = module
         self._report = report
         self._is_fused = is_fused
-        self._takes_others = takes_others
-        # - Calls that are due
+        self._takes_foreign = takes_foreign
+        # - Calls whose weight gradient is not computed, by microbatch
         self._calls: dict[int, list[_Call]] = {}
         # The microbatch whose backward runs.
         self._microbatch: int | None = None
         # - Linears
         self._linears: list[nn.Linear] = []
         # Linears of other features.
-        self._others: list[nn.Linear] = []
+        self._foreign_linears: list[nn.Linear] = []
         # Whether a weight belongs to a linear of another feature, by the id of the weight.
-        self._is_of_others: dict[int, bool] = {}
+        self._is_foreign: dict[int, bool] = {}
         # Ids of linears that stay in B. The module keeps the linears alive.
         self._undeferred: set[int] = set()
         self._read_elsewhere: set[int] = set()
         # Ids of their weights, in the step that found them.
-        self._due_at_once: set[int] = set()
+        self._due_in_backward: set[int] = set()
         # - The first microbatch
         # Whether a backward has shown the weights that graphs read outside of their linears.
         self._is_checked = False
+        # Whether forwards are recomputations.
         self._recomputes = False
+        # The index of the first microbatch.
         self._first: int | None = None
         # By the id of a linear: the id of its weight, which FSDP2 may take out of the module, and its GEMM nodes.
         self._seen: dict[int, tuple[int, list[Any]]] = {}
 
     def start_step(self) -> None:
-        """Find the linears to defer, and let them. Scripts freeze, tie and wrap modules between steps."""
+        """Find the linears to defer, and defer them; scripts freeze, tie and wrap modules between steps."""
         self._first = None
-        self.is_looking = False
+        self.is_observing = False
         self._recomputes = False
         if not self.is_graph_known:
             self._seen.clear()
-        self._due_at_once.clear()
+        self._due_in_backward.clear()
         reasons = self._report.reasons
         reasons.clear()
         expert_weights = 0
@@ -240,34 +248,36 @@ class DeferredLinears:
                         expert_weights += 1
             if isinstance(module, nn.Linear):
                 if type(module) is nn.Linear or (
-                    self._takes_others and getattr(type(module), DELAYS_WGRAD, False)
+                    self._takes_foreign and getattr(type(module), DELAYS_WGRAD, False)
                 ):
                     linears.append((module, is_compiled))
                 else:
                     reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
         self._report.expert_weights = expert_weights
         self._linears = []
-        self._others = []
-        self._is_of_others.clear()
+        self._foreign_linears = []
+        self._is_foreign.clear()
         for linear, is_compiled in linears:
             reason = self._find_reason(linear, is_compiled, owners)
             if reason:
                 reasons[reason] += 1
             else:
-                (self._linears if type(linear) is nn.Linear else self._others).append(linear)
-        self.defers = bool(self._linears or self._others)
+                (self._linears if type(linear) is nn.Linear else self._foreign_linears).append(
+                    linear
+                )
+        self.defers = bool(self._linears or self._foreign_linears)
         for linear in self._linears:
             linear.__dict__[_QUEUE] = self
             object.__setattr__(linear, "__class__", _DeferredLinear)
 
     def _find_reason(self, linear: nn.Linear, is_compiled: bool, owners: Mapping[int, int]) -> str:
-        """Return the reason why a linear stays in B, or ""."""
+        """Return the reason for which a linear stays in B, or ""."""
         if is_compiled:
             return "inside a compiled module"
         if linear._parameters.get("weight") is None:
-            return "without a weight of their own"
+            return "that have no weight"
         if "forward" in linear.__dict__:
-            return "with a forward of their own"
+            return "whose forward was replaced"
         for param in linear._parameters.values():
             if param is not None and owners[id(param)] > 1:
                 return "with a weight that another module has, too"
@@ -286,7 +296,7 @@ class DeferredLinears:
         return ""
 
     def uninstall(self, linears: Sequence[nn.Linear] | None = None) -> None:
-        """Give linears their own forward again. Default: all linears that defer."""
+        """Restore the forward of linears. Default: of all linears that defer."""
         for linear in self._linears if linears is None else linears:
             linear.__dict__.pop(_QUEUE, None)
             if type(linear) is _DeferredLinear:
@@ -294,28 +304,28 @@ class DeferredLinears:
 
     def start_forward(self, microbatch: int) -> None:
         """Start the forward of a microbatch whose graph is unknown."""
-        self.is_looking = not self._is_checked
+        self.is_observing = not self._is_checked
         self._recomputes = False
-        if self.is_looking:
+        if self.is_observing:
             self._first = microbatch
 
     def start_recomputation(self, microbatch: int) -> None:
-        """Start to compute forwards of a microbatch again, ahead of its backward."""
-        self.is_looking = microbatch == self._first
+        """Start to recompute forwards of a microbatch before its backward."""
+        self.is_observing = microbatch == self._first
         self._recomputes = True
 
     def keeps_in_backward(self, linear: nn.Linear) -> bool:
         """Return whether a linear of the first microbatch leaves its weight gradient in B.
 
-        A recomputed linear does as in its forward. The forward of a reentrant checkpoint had no graph.
+        A recomputed linear does the same as in its forward. The forward of a reentrant checkpoint had no graph.
         """
         return not self._recomputes or id(linear) in self._seen
 
-    def look_at(self, linear: nn.Linear, output: Tensor) -> Tensor:
+    def observe_output(self, linear: nn.Linear, output: Tensor) -> Tensor:
         """Note the node that computes a linear's output, and return the output."""
         if not self._recomputes:
             node = _skip_views(output.grad_fn)
-            # The bias was added afterwards.
+            # If the bias was added after the GEMM, the last node is the addition.
             if type(node).__name__ == "AddBackward0":
                 node = _skip_views(node.next_functions[0][0])
             _, nodes = self._seen.setdefault(id(linear), (id(linear._parameters["weight"]), []))
@@ -325,15 +335,15 @@ class DeferredLinears:
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
         """Collect the calls whose backward runs inside the ``with`` block."""
-        if self._due_at_once:
-            self._compute_due_at_once()
+        if self._due_in_backward:
+            self._compute_due_in_backward()
         self._microbatch = microbatch
-        self.is_looking = microbatch == self._first
+        self.is_observing = microbatch == self._first
         self._recomputes = True
         self._calls.setdefault(microbatch, [])
         found: list[nn.Linear] = []
         hooks = [] if self._is_checked else self._watch_weights(found)
-        if self._others:
+        if self._foreign_linears:
             DELAYED_WGRAD.take = self._take
         try:
             yield
@@ -346,17 +356,17 @@ class DeferredLinears:
             self._is_checked = True
             self._keep_in_backward(found)
         # FSDP2 may gather the weights into other tensors for the next backward.
-        self._is_of_others.clear()
-        if self._due_at_once:
-            self._compute_due_at_once()
-        self.is_looking = False
+        self._is_foreign.clear()
+        if self._due_in_backward:
+            self._compute_due_in_backward()
+        self.is_observing = False
         self._recomputes = False
 
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
 
-        A reentrant checkpoint hides its graph until the first backward, which looks for weights of linears inside of
-        it. Others may be read there, so they stay in B.
+        A reentrant checkpoint hides its graph until the first backward. That backward finds weights of linears
+        inside of the checkpoint. The weights of other linears may be read there, so they stay in B.
 
         Args:
             output: The output of the first microbatch, or its loss.
@@ -364,46 +374,48 @@ class DeferredLinears:
         if self._is_checked or self.is_graph_known:
             return
         self.is_graph_known = True
-        self.is_looking = False
+        self.is_observing = False
         tensors = output if isinstance(output, (tuple, list)) else [output]
-        readers, is_whole = find_readers(
+        readers, is_complete = find_readers(
             [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         )
         found = []
         for linear in self._linears:
             weight, gemms = self._seen.get(id(linear), (id(linear.weight), []))
-            is_hidden = not is_whole and id(linear) in self._seen
+            is_hidden = not is_complete and id(linear) in self._seen
             if is_hidden or not readers.get(weight, set()) <= set(gemms):
                 found.append(linear)
         self._keep_in_backward(found)
-        # The nodes keep the graph alive.
+        # The nodes would keep the graph alive.
         for _, gemms in self._seen.values():
             gemms.clear()
 
     def note_undeferred(self, linear: nn.Linear) -> None:
-        """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
+        """Keep a linear in B in all later steps: the input of a call needs no gradient or is no matrix in memory."""
         self._undeferred.add(id(linear))
         self._keep_in_backward([linear])
 
     def _keep_in_backward(self, linears: Sequence[nn.Linear]) -> None:
         """Compute weight gradients of linears in B from their next call on."""
         for linear in linears:
-            self._due_at_once.add(id(linear.weight))
+            self._due_in_backward.add(id(linear.weight))
             if id(linear) not in self._undeferred:
                 self._read_elsewhere.add(id(linear))
         self.uninstall(linears)
         kept = self._undeferred | self._read_elsewhere
         self._linears = [linear for linear in self._linears if id(linear) not in kept]
-        self._others = [linear for linear in self._others if id(linear) not in kept]
-        self._is_of_others.clear()
+        self._foreign_linears = [
+            linear for linear in self._foreign_linears if id(linear) not in kept
+        ]
+        self._is_foreign.clear()
 
-    def _compute_due_at_once(self) -> None:
-        """Compute the deferred gradients of linears that now stay in B: their next microbatch accumulates in B."""
+    def _compute_due_in_backward(self) -> None:
+        """Compute deferred gradients of linears that now stay in B, where their next microbatch accumulates."""
         for microbatch, calls in self._calls.items():
-            due = [call for call in calls if id(call.weight) in self._due_at_once]
+            due = [call for call in calls if id(call.weight) in self._due_in_backward]
             if due:
                 self._calls[microbatch] = [
-                    call for call in calls if id(call.weight) not in self._due_at_once
+                    call for call in calls if id(call.weight) not in self._due_in_backward
                 ]
                 self._accumulate(due)
 
@@ -411,32 +423,31 @@ class DeferredLinears:
         """Take a call whose backward has just run.
 
         Raises:
-            WeightGradError: No backward of the engine is running, or it builds a graph of its own.
+            WeightGradError: No backward of the engine is running, or the backward builds a graph.
         """
         if self._microbatch is None or torch.is_grad_enabled():
             raise WeightGradError(
-                "a stage takes gradients inside its forward, or of its gradients, through a linear "
-                "whose weight "
-                "gradient is computed later. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
+                "ovpatch: a stage takes gradients inside its forward, or of its gradients, through a "
+                "linear whose weight gradient is computed later. Set "
+                "OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
             )
         if call.grad is None:
             raise WeightGradError(
-                "the gradient of a linear's output was not seen. Set "
-                "OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and "
-                "please report the model."
+                "ovpatch: the hook that keeps the gradient of a linear's output was not called. Set "
+                "OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and report the model."
             )
         self._calls[self._microbatch].append(call)
         self.pending += 1
 
     def _take(self, weight: Tensor, compute: ComputeGrad) -> bool:
-        """Take the weight gradient of a linear of another feature, unless it has to stay in B."""
+        """Take the weight gradient of a linear of another feature, unless it must stay in B."""
         key = id(weight)
         # In B, modules have the weights that FSDP2 has gathered.
-        if key not in self._is_of_others:
-            self._is_of_others[key] = any(
-                linear._parameters["weight"] is weight for linear in self._others
+        if key not in self._is_foreign:
+            self._is_foreign[key] = any(
+                linear._parameters["weight"] is weight for linear in self._foreign_linears
             )
-        if self._microbatch is None or not self._is_of_others[key] or torch.is_grad_enabled():
+        if self._microbatch is None or not self._is_foreign[key] or torch.is_grad_enabled():
             return False
         self._calls[self._microbatch].append(_Call(self, weight, compute=compute))
         self.pending += 1
@@ -462,37 +473,37 @@ class DeferredLinears:
             weight, bias = same[0].weight, same[0].bias
             if same[0].compute is not None:
                 accumulate_deferred(due)
-                products = [
-                    product for call in same if (product := _compute_other(call)) is not None
+                weight_grads = [
+                    grad for call in same if (grad := _compute_foreign(call)) is not None
                 ]
-                # Without a product, the other feature has added the gradient itself.
-                if products:
+                # If there are none, the other feature has added the gradient itself.
+                if weight_grads:
                     accumulate_grads(
-                        [weight], [functools.reduce(torch.add, products).to(weight.dtype)]
+                        [weight], [functools.reduce(torch.add, weight_grads).to(weight.dtype)]
                     )
-            elif not self._is_fused or len(same) > 1 or not _add_product(same[0]):
+            elif not self._is_fused or len(same) > 1 or not _add_into_grads(same[0]):
                 due.append(
                     (
                         [weight] if bias is None else [weight, bias],
-                        functools.partial(_compute_products, same),
+                        functools.partial(_compute_grads, same),
                     )
                 )
         accumulate_deferred(due)
 
     def clear(self) -> None:
-        """Drop the calls that are due, after an error."""
+        """Drop all calls after an error."""
         self._calls.clear()
         self._microbatch = None
         self.pending = 0
-        self.is_looking = False
+        self.is_observing = False
         self._recomputes = False
 
     def _watch_weights(self, found: list[nn.Linear]) -> list[RemovableHandle]:
-        """Put linears into ``found`` whose weights get a gradient."""
+        """Add the linears whose weights get a gradient to ``found``."""
 
         def watch(linear: nn.Linear) -> RemovableHandle:
             def find(grad: Tensor | None) -> None:
-                # Another feature's linear may have left the gradient out.
+                # Another feature's linear may have left its gradient to W.
                 if grad is not None:
                     found.append(linear)
 
@@ -500,15 +511,17 @@ class DeferredLinears:
             return hook
 
         linears = [
-            linear for linear in (*self._linears, *self._others) if id(linear) not in self._seen
+            linear
+            for linear in (*self._linears, *self._foreign_linears)
+            if id(linear) not in self._seen
         ]
         return [watch(linear) for linear in linears]
 
 
 def walk_modules(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return each module once, in torch's order, with whether it is part of a compiled one."""
+    """Return each module once, in torch's order, and whether it is part of a compiled module."""
     found: list[tuple[nn.Module, bool]] = []
-    # A script's module may define its own equality.
+    # A script's module may define equality, so modules are known by their ids.
     seen: set[int] = set()
     left = [(module, False)]
     while left:
@@ -516,7 +529,7 @@ def walk_modules(module: nn.Module) -> list[tuple[nn.Module, bool]]:
         if id(inner) in seen:
             continue
         seen.add(id(inner))
-        # `module.compile()` was called, or `torch.compile(module)` returned it.
+        # The script called `module.compile()`, or `torch.compile(module)` returned the module.
         own = inner.__dict__
         is_compiled = (
             is_compiled or own.get("_compiled_call_impl") is not None or "dynamo_ctx" in own
@@ -537,43 +550,39 @@ def has_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def _compute_other(call: _Call) -> Tensor | None:
+def _compute_foreign(call: _Call) -> Tensor | None:
     """Return the weight's gradient of a linear of another feature, or None if that feature has added it."""
     assert call.compute is not None
-    # The backward that left it out ran without autocast as well.
+    # The backward that deferred the gradient ran without autocast as well.
     with torch.autocast(call.weight.device.type, enabled=False):
         return call.compute()
 
 
-def _compute_products(calls: list[_Call]) -> list[Tensor]:
-    """Return the gradients of a linear's weight ``[out, in]`` and bias ``[out]``: the sums of its calls."""
+def _compute_grads(calls: list[_Call]) -> list[Tensor]:
+    """Return the gradients of a linear's weight ``[out, in]`` and bias ``[out]``, summed over its calls."""
     weights, biases = [], []
     dtype = calls[0].weight.dtype
     while calls:
         call = calls.pop(0)
-        x, whole = call.take_operands()
-        grad = _rows(whole)
+        x, output_grad = call.take_operands()
+        grad = _rows(output_grad)
         weights.append(grad.t().mm(_rows(x)))
         if call.bias is not None:
-            summed = whole if call.sums_rows_at_once else grad
+            summed = output_grad if call.sums_rows_at_once else grad
             biases.append(summed.sum(tuple(range(summed.dim() - 1))))
-    return [
-        functools.reduce(torch.add, products).to(dtype)
-        for products in (weights, biases)
-        if products
-    ]
+    return [functools.reduce(torch.add, grads).to(dtype) for grads in (weights, biases) if grads]
 
 
-def _add_product(call: _Call) -> bool:
-    """Add the products into the gradients in place, unless a hook would miss them; return whether that was done."""
+def _add_into_grads(call: _Call) -> bool:
+    """Add a call's gradients in place, unless a hook would miss them; return whether they were added."""
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     assert call.grad is not None
     for leaf in leaves:
         grad = leaf.grad
         if grad is None or grad.dtype != call.grad.dtype or has_hooks(leaf):
             return False
-    x, whole = call.take_operands()
-    rows = _rows(whole)
+    x, output_grad = call.take_operands()
+    rows = _rows(output_grad)
     assert call.weight.grad is not None
     call.weight.grad.addmm_(rows.t(), _rows(x))
     if call.bias is not None and call.bias.grad is not None:

@@ -1,14 +1,16 @@
-"""Runs a rank's program: computations in their order, receives before them, sends right after.
+"""The engine that runs a rank's program: computations in their order, receives before them, sends right after.
 
-[Note: a failed step ends on all ranks] A rank whose computation raises writes its name into the group's store. Then it
-continues with the messages of the step: it reads those that arrive and sends zeros, so that no rank waits for it and
-all queues are empty at the end. Every rank that may have read such zeros looks into the store after its last message,
-before gradients are reduced, and raises an error that names the rank. The replicas of a stage do so together, once in
-each step, at the same place among the messages: see :class:`~ovpatch_plugins.pipeline.runtime.step_failures.Replicas`.
+[Note: a failed step ends on all ranks] A rank whose computation raises writes its name into the group's store.
+Then it continues with the messages of the step. It reads arriving messages and sends zeros, so that no rank
+waits for it and all queues are empty at the end. Every rank that may have read such zeros reads the store
+after its last message, before gradients are reduced, and raises an error that names the rank. The replicas of a
+stage do so together, once in each step, at the same place among the messages: see
+:class:`~ovpatch_plugins.pipeline.runtime.step_failures.Replicas`.
 
-On a device a receive is a kernel that waits. CUDA may wait for running kernels before it loads another one or frees
-memory, and both come with a first step. A host that stops there after a receive for which a peer needs its next
-computation stops for good. So :attr:`Engine.settling` starts each receive of that step when it is read.
+On a device a receive is a kernel that waits. CUDA may wait for running kernels before it loads another kernel or
+frees memory, and both happen in a first step. Suppose that a host waits there after it has launched a receive, and
+that the receive's sender needs this rank's next computation. Then both would wait forever. So
+:attr:`Engine.settling` starts each receive of that step when it is read.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class StepInputs:
     """The arguments of ``schedule.step()``, by microbatch.
 
     Attributes:
-        error: The reason why they are wrong, so that the step fails on all ranks.
+        error: The reason for which they are wrong; the step then fails on all ranks. None if they are right.
     """
 
     args: Sequence[Any]
@@ -61,7 +63,7 @@ class StepInputs:
 
 
 class StepObserver(Protocol):
-    """Watches the computations of an engine."""
+    """A watcher of an engine's computations."""
 
     def start_action(self, stage: int, kind: Kind) -> None:
         """Note that F, B or W starts. A full backward starts as B."""
@@ -76,7 +78,7 @@ class Programs:
 
     Attributes:
         steady: The program of its steps.
-        settling: The program until a step has succeeded, if receives wait on the device; else None.
+        settling: The program until a step has succeeded, if receives wait on the device; otherwise None.
     """
 
     steady: Program
@@ -94,7 +96,7 @@ class EngineParts:
         programs: Its programs.
         messages: Its messages.
         times: The durations of computations.
-        clock: Measures them.
+        clock: Measures the durations.
         by_perform: Whether torch's own step calls ``perform_reduce_grad`` at a stage's end.
     """
 
@@ -109,7 +111,7 @@ class EngineParts:
 
 
 class _Labels(dict[Action, str]):
-    """The profiler's labels of computations, each made on its first use."""
+    """The profiler's labels of computations, each created on its first use."""
 
     def __missing__(self, action: Action) -> str:
         phase = "B" if action.kind is Kind.BW else action.kind.value
@@ -126,7 +128,7 @@ class Engine:
     Attributes:
         stages: The rank's stages, by index.
         program: The program of its steps.
-        settling: The program of its next step instead, or None.
+        settling: The program of its next step if that is not ``program``, or None.
         messages: Its messages.
         microbatches: Number of microbatches of a stage in a step.
         times: The durations of computations.
@@ -155,8 +157,9 @@ class Engine:
         )
         self._is_sharded = any(stage.is_fully_sharded for stage in self.stages.values())
         # - State of a step
-        # Stages whose replicas have decided whether they reduce.
+        # Stages whose replicas have decided whether to reduce.
         self._decided: set[int] = set()
+        # The last computation whose result was sent.
         self._last_sent: Step | None = None
         # False once a message has failed: peers no longer expect the messages of this step.
         self._is_connected = True
@@ -183,6 +186,7 @@ class Engine:
             self._start_stages()
             if inputs.error is not None:
                 raise inputs.error
+            # After an error, `number` is the computation that failed.
             for number, step in enumerate(program.steps):  # noqa: B007 - read after an error
                 self._run(step, inputs)
             self._close_step(program, inputs)
@@ -211,7 +215,7 @@ class Engine:
         return self.settling or self.program
 
     def _open_messages(self) -> None:
-        """Allocate slots for the messages of the stages, whose sizes are known now."""
+        """Allocate slots for the messages of the stages, whose sizes are now known."""
         for stage in self.stages.values():
             stage.buffers.take()
         assert isinstance(self.messages, CopiedMessages)
@@ -252,7 +256,7 @@ class Engine:
         elif kind is Kind.W:
             self._weight_grads(step.action, stage)
         elif self._backward(step, stage) and kind is Kind.BW:
-            # The input gradient is on its way, so peers compute at the same time.
+            # The input gradient is in flight, so peers compute at the same time.
             COUNTERS.early_sends += step.receiver is not None
             self._weight_grads(step.action._replace(kind=Kind.W), stage)
         if step.reduces:
@@ -312,7 +316,7 @@ class Engine:
             self._clock.add_action(action.stage, Kind.W, started)
 
     def _hand_on(self, step: Step, stage: Stage, output: Any = None) -> None:
-        """Send a result to its receiver, or give it to the next stage on this rank.
+        """Send a result to its receiver, or pass it to the next stage on this rank.
 
         Args:
             step: The computation.
@@ -348,7 +352,7 @@ class Engine:
         if stage.reduces_after_backward:
             self._decide_to_reduce(stage, index)
         if self._defers_wait:
-            # Torch also has at most one reduction in flight.
+            # Torch also keeps at most one reduction in flight.
             self._finish_reductions()
         scale = self.microbatches if self.schedule.scale_grads else 1
         stage.reduce(scale, by_perform=self._by_perform, waits=not self._defers_wait)
@@ -358,7 +362,7 @@ class Engine:
             stage.finish_reduce()
 
     def _close_step(self, program: Program, inputs: StepInputs) -> None:
-        """Finish the messages of a step, and give its losses to the script."""
+        """Finish the messages of a step, and pass its losses to the script."""
         for stage in self.stages.values():
             stage.end_step()
         if self._is_sharded:
@@ -381,7 +385,7 @@ class Engine:
         self.program = program
 
     def forget_times(self) -> None:
-        """Forget all durations, also those of the last step that its device has not reported yet."""
+        """Drop all durations, also those of the last step, which the device may not have reported."""
         self._clock.drop_step()
         self.times.clear()
 
@@ -426,14 +430,13 @@ class Engine:
     def _make_message_error(self, peer: int, error: RuntimeError) -> PipelineRankError:
         self.messages.abandon()
         self._is_connected = False
-        text = (
-            self._failures.read() or f"a message between it and {self._name(peer)} failed ({error})"
-        )
+        text = self._failures.read()
+        if not text:
+            text = f"a message between it and {self._name(peer)} failed ({error})"
         made = PipelineRankError(
-            f"the pipeline stopped on {self._name(self.program.rank)}: {text.rstrip('.')}. "
-            "Gradients of this step are "
-            "not valid. Look for the first error in the output of that rank, and start the job "
-            "again."
+            f"ovpatch: the pipeline stopped on {self._name(self.program.rank)}: "
+            f"{text.rstrip('.')}. Gradients of this step are not valid. Read the first error in the "
+            "output of that rank, and start the job again."
         )
         made.failure = f"{self._name(self.program.rank)} stopped: {text}"
         return made
@@ -446,7 +449,7 @@ class Engine:
             raise make_rank_error(text)
 
     def _decide_to_reduce(self, stage: Stage, index: int) -> None:
-        """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach peers."""
+        """Raise if any replica of a stage knows of a failure, because zeros of a failed rank must not reach peers."""
         self._decided.add(index)
         self.messages.wait_for_arrivals()
         started = self._clock.begin_wait()
@@ -456,13 +459,13 @@ class Engine:
             raise make_rank_error(text)
 
     def _blame_first(self, error: Exception) -> None:
-        """Raise if another rank failed before this one. Its zeros may have caused ``error``."""
+        """Raise if another rank failed before this rank, because its zeros may have caused ``error``."""
         text = self._failures.read()
         if text and not text.startswith(f"{self._name(self.program.rank)} "):
             raise make_rank_error(text) from error
 
     def _recover(self, left: Sequence[Step], error: BaseException) -> None:
-        """Leave clean queues and stages after a failed step, whose first computation of ``left`` failed."""
+        """Clean queues and stages after a failed step; the first computation of ``left`` failed."""
         COUNTERS.failed_steps += 1
         self._has_failed = True
         self._clock.drop_step()
@@ -475,7 +478,7 @@ class Engine:
                 failure = self._describe(left[0], error)
                 if self._is_connected:
                     self._failures.publish(failure)
-            # The script must see the error of the computation.
+            # An error of a message must not hide the error of the computation from the script.
             with contextlib.suppress(RuntimeError):
                 if self._is_connected:
                     self._drain(left, failure)

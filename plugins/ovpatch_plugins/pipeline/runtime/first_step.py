@@ -1,4 +1,4 @@
-"""The first step of a schedule: who computes it, and torch's inference of shapes, which ends the same on all ranks."""
+"""The first step of a schedule, and torch's inference of shapes, which must end the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import (
     keep_metadata,
 )
 
+# The longest pause between two reads of the store.
 _LONGEST_PAUSE_S: Final = 0.05
 
 
 class FirstStep:
     """The first step of one pipeline.
 
-    Before a first step torch runs each module once, and from 2.12 on the loss and a backward. A stage waits for the
-    metadata of the one before in a receive of torch, which a failed rank never ends, and which cannot be given up: the
-    next message of that rank would go to it. So metadata go through the group's store, the same objects, and a rank
-    that waits for them looks for a failure, too. Before and after it all ranks meet, also those of other
-    replicas, so that no rank continues into a step that a peer does not start.
+    Before a first step torch runs each module once, and from 2.12 on also the loss and a backward. In torch, a
+    stage waits for the metadata of the previous stage in a receive. A failed rank would never complete that
+    receive, and torch cannot cancel it: it would take the next message of that rank. So the same metadata go
+    through the group's store, and a rank that waits for them also reads failures. Before and after the inference
+    all ranks meet, also the ranks of other replicas, so that no rank continues into a step that a peer does not
+    start.
 
     Args:
         group: The pipeline's group. All its ranks make this together.
-        device: Where its stages compute.
+        device: The device on which its stages compute.
         begins_as_stock: Whether a stage of this rank needs stock PyTorch for the step.
         on_host: Whether messages of the group block the host, as on gloo.
 
@@ -66,10 +68,11 @@ class FirstStep:
         self._name = f"{self._vote.name}/metadata"
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
-        # Against its annotation, set() takes bytes as well.
+        # set() also takes bytes, which its annotation does not allow.
         self._store: Any = store
-        # Keys of metadata.
+        # Keys of the metadata that this rank has written.
         self._sent: list[str] = []
+        # The number of the inference; each has its own keys.
         self._number = 0
 
     def infer_shapes(
@@ -80,18 +83,18 @@ class FirstStep:
         initialize: Callable[[], object],
         end: Callable[[], object] | None,
     ) -> None:
-        """Have torch initialise the stages of a schedule.
+        """Let torch initialize the stages of a schedule.
 
         Args:
             schedule: The schedule.
             stages: This rank's stages.
             check_inputs: Checks the inputs of the step.
-            initialize: Has torch initialise the stages.
+            initialize: Calls torch to initialize the stages.
             end: Called once all ranks have done so; None on all of them, or on none.
 
         Raises:
             PipelineRankError: Another rank failed. The next step starts over.
-            RuntimeError: Another rank did not come within the group's timeout.
+            RuntimeError: Another rank did not arrive within the group's timeout.
             Exception: This rank failed.
         """
         restores = [keep_metadata(stage.stage) for stage in stages]
@@ -104,6 +107,7 @@ class FirstStep:
                 stage.data_parallel.clear()
                 restore()
             raise
+        # The store has replaced torch's messages, with which some releases connect the ranks of an NCCL group.
         if not self._on_host and any(connects_by_metadata(stage.stage) for stage in stages):
             dist.all_reduce(
                 torch.zeros(1, dtype=torch.float32, device=self._device), group=self._group
@@ -130,7 +134,7 @@ class FirstStep:
         self._number += 1
         error, failure = self._attempt("before its step", check_inputs)
         if not failure:
-            error, failure = self._attempt("where torch infers shapes", infer)
+            error, failure = self._attempt("during torch's inference of shapes", infer)
         is_well = not failure
         for stage in stages:
             failure = stage.data_parallel.replicas.decide(failure)
@@ -138,14 +142,14 @@ class FirstStep:
             # Stages without replicas learn of a failure from stages with replicas.
             failure = self._vote.take(failure)
         if end is not None and not failure:
-            error, failure = self._attempt("behind the inference of shapes", end)
+            error, failure = self._attempt("after torch's inference of shapes", end)
         if error is not None:
             raise error
         if failure:
             raise make_rank_error(failure)
 
     def _attempt(self, where: str, compute: Callable[[], object]) -> tuple[Exception | None, str]:
-        """Compute something, and meet all ranks; return this rank's own error, and what failed on any."""
+        """Compute something, and meet all ranks; return this rank's own error, and the failure of any rank."""
         own, failure = None, ""
         try:
             compute()
@@ -159,7 +163,7 @@ class FirstStep:
         if failure:
             return own, self._vote.take(failure)
         failure = self._vote.take("")
-        # All ranks are here, and no rank will read the metadata again.
+        # All ranks have arrived, and no rank will read the metadata again.
         while self._sent:
             self._store.delete_key(self._sent.pop())
         return None, failure
@@ -176,10 +180,8 @@ class FirstStep:
 
     def _receive(self, stage: Any, sender: int) -> Any:
         rank = stage.stage_index_to_group_rank[sender]
-        key, limit_s = (
-            self._key(rank, sender, stage.stage_index),
-            group_timeout_s(self._group, self._device),
-        )
+        key = self._key(rank, sender, stage.stage_index)
+        limit_s = group_timeout_s(self._group, self._device)
         deadline, pause = time.monotonic() + limit_s, 0.001
         while not self._store.check([key]):
             failure = self._vote.read()
@@ -187,10 +189,9 @@ class FirstStep:
                 raise make_rank_error(failure)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"stage {stage.stage_index} waits for the shapes of stage {sender}, which have "
-                    "not come from rank "
-                    f"{dist.get_global_rank(self._group, rank)} within {limit_s:g} s. Look at the "
-                    "output of that rank."
+                    f"ovpatch: stage {stage.stage_index} waits for the shapes of stage {sender}, "
+                    f"which have not come from rank {dist.get_global_rank(self._group, rank)} within "
+                    f"{limit_s:g} s. Read the output of that rank."
                 )
             time.sleep(pause)
             pause = min(1.2 * pause, _LONGEST_PAUSE_S)
@@ -198,5 +199,5 @@ class FirstStep:
         return pickle.loads(self._store.get(key))
 
     def _key(self, rank: int, sender: int, receiver: int) -> str:
-        """Return where a stage's metadata are, of two pipelines in opposite directions apart by rank."""
+        """Return the key of a stage's metadata, which differs by rank for two pipelines in opposite directions."""
         return f"{self._name}/{self._number}/{rank}/{sender}-{receiver}"

@@ -48,7 +48,7 @@ class PipelineShape:
 
 
 def read_shape(schedule: Any) -> PipelineShape:
-    """Return the shape of a schedule's pipeline. A schedule of our own describes itself, by ``describe_shape``."""
+    """Return the shape of a schedule's pipeline; schedules of ovpatch describe themselves by ``describe_shape``."""
     if hasattr(schedule, "describe_shape"):
         shape: PipelineShape = schedule.describe_shape()
         return shape

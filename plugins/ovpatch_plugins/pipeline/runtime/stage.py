@@ -1,7 +1,7 @@
-"""One stage of a rank: its forward, its backward in one or two parts, and its reduction.
+"""One stage of a rank: its forward, its backward in one or two halves, and its reduction.
 
-The engine calls only methods of torch's stages that have kept name and meaning from 2.11 to 2.15. The differences are
-in :mod:`~ovpatch_plugins.pipeline.runtime.torch_compat`.
+The engine only calls methods of torch's stages that have kept name and meaning from 2.11 to 2.15. The module
+:mod:`~ovpatch_plugins.pipeline.runtime.torch_compat` has the differences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StageOptions:
         varies: The option ``variable_seq_lengths``.
         sends: Whether the stage sends an input gradient to another rank.
         splits: Whether the schedule has Ws for it.
-        is_reduced: Whether the order has its gradients reduced and scaled. If not, the script does both.
+        is_reduced: Whether the order reduces and scales its gradients. If not, the script does both.
     """
 
     delay_wgrad_compute: str
@@ -54,7 +54,7 @@ class Stage:
     """A stage under the engine.
 
     Args:
-        info: The stage in its pipeline. All replicas of it make this together.
+        info: The stage in its pipeline. All replicas of the stage make this object together.
         options: Its options.
 
     Attributes:
@@ -63,7 +63,7 @@ class Stage:
         buffers: The tensors of its messages.
         data_parallel: Its data parallelism.
         is_fully_sharded: Whether the module is in FSDP2.
-        objection: The reason why its weight gradients are not deferred, or "".
+        objection: The reason for which its weight gradients are not deferred, or "".
         queue: Its deferred weight gradients; None if they are not deferred.
         report: Its part of the report.
     """
@@ -80,7 +80,7 @@ class Stage:
         self._options = options
         # Fused GEMMs bypass the gradients that data parallelism reads.
         self._is_fused = options.is_fused and type(self.data_parallel) is LocalGradients
-        # By whether they defer linears of other features as well.
+        # The queues that were made, by whether they also defer linears of other features.
         self._queues: dict[bool, DeferredLinears] = {}
         # - State of a step
         self._backwards = 0
@@ -89,14 +89,18 @@ class Stage:
         # Whether gradients in FSDP2 are reduced at the end of this step.
         self._finalizes = True
         self._should_reshard = True
-        # The scale of a reduction that has started; None without one.
+        # The scale of a reduction that has started; None if none has.
         self._reducing: int | None = None
         self.set_splits(options.splits)
         if info.replicas is not None:
             self.data_parallel.add_replicas(info.replicas)
 
     def set_splits(self, splits: bool) -> None:
-        """Defer weight gradients from the next step on for an order with Ws for the stage, or for one without."""
+        """Choose from the next step on whether weight gradients are deferred.
+
+        Args:
+            splits: Whether the order has Ws for the stage.
+        """
         delay = self._options.delay_wgrad_compute
         self.objection = self.data_parallel.objection
         self.queue = None
@@ -106,15 +110,15 @@ class Stage:
             self.objection = "no rank waits for the stage's input gradient"
         self.report.objection = self.objection
         if not self.objection:
-            takes_others = splits or delay == "on"
-            if takes_others not in self._queues:
-                self._queues[takes_others] = DeferredLinears(
+            takes_foreign = splits or delay == "on"
+            if takes_foreign not in self._queues:
+                self._queues[takes_foreign] = DeferredLinears(
                     self.stage.submod,
                     self.report,
-                    takes_others=takes_others,
+                    takes_foreign=takes_foreign,
                     is_fused=self._is_fused,
                 )
-            self.queue = self._queues[takes_others]
+            self.queue = self._queues[takes_foreign]
 
     # --- a step ---
 
@@ -131,7 +135,7 @@ class Stage:
             self.queue.start_step()
 
     def end_step(self) -> None:
-        """Give the stage's linears their own forward again."""
+        """Restore the forward of the stage's linears."""
         if self.queue is not None:
             self.queue.uninstall()
 
@@ -151,7 +155,7 @@ class Stage:
         return output
 
     def recompute_ahead(self, microbatch: int) -> None:
-        """Launch the part of B that needs no output gradient, while that gradient is still on its way."""
+        """Launch the part of B that needs no output gradient, while that gradient is in flight."""
         if BACKWARD_WAITS.launch_before is not None:
             if self.queue is not None:
                 self.queue.start_recomputation(microbatch)
@@ -162,8 +166,8 @@ class Stage:
 
         Args:
             microbatch: Its index.
-            loss: The microbatch's loss on the last stage, else None.
-            microbatches: Their number in the step.
+            loss: The microbatch's loss on the last stage; None on other stages.
+            microbatches: Number of microbatches in the step.
         """
         self._backwards += 1
         queue = self.queue
@@ -207,7 +211,7 @@ class Stage:
             scale: The divisor of the gradients.
             by_perform: Whether stock PyTorch calls ``perform_reduce_grad`` here, which handles FSDP2, or only
                 ``scale_grads``.
-            waits: Whether to wait for the reduction in FSDP2, or leave that to :meth:`finish_reduce`.
+            waits: Whether to wait for the reduction in FSDP2, or to leave the wait to :meth:`finish_reduce`.
         """
         # DistributedDataParallel reduces in the last backward, with or without REDUCE_GRAD.
         if self.data_parallel.wraps_weight_grads and self.queue is not None and self.queue.defers:
@@ -225,7 +229,7 @@ class Stage:
             self.stage.perform_reduce_grad(scale)
 
     def finish_reduce(self) -> None:
-        """Wait for a reduction that has started without a wait."""
+        """Wait for a reduction that :meth:`reduce` has started without a wait."""
         if self._reducing is not None:
             scale = self._reducing
             self._reducing = None
@@ -245,7 +249,7 @@ class Stage:
     def _unchecked(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which torch does not compare shapes with the first step's.
 
-        Torch 2.11 always compares them, later versions for debugging.
+        Torch 2.11 always compares them; later versions do so for debugging.
         """
         checks = [
             name

@@ -21,8 +21,8 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import (
     shape_of,
 )
 
-# The key of the receive buffers that were taken off a stage, which several schedules may share.
-_TAKEN: Final = "pipeline: receive buffers"
+# The key of the receive buffers that a stage had before they were removed. Several schedules may share the stage.
+_REMOVED: Final = "pipeline: receive buffers"
 
 
 class StageBuffers:
@@ -44,7 +44,7 @@ class StageBuffers:
         self.varies = varies
         self.receive_nbytes = 0
         self._stage = stage
-        # Meta tensors like the received ones, by microbatch; None where no tensor comes.
+        # Meta tensors like the received ones, by microbatch; None for an input that is no tensor.
         self._inputs: dict[int, list[Tensor | None]] = {}
         self._grads: dict[int, list[Tensor | None]] = {}
         # Meta tensors like the last sent ones.
@@ -57,9 +57,10 @@ class StageBuffers:
     # --- receive buffers ---
 
     def take(self) -> None:
-        """Take the receive buffers of all microbatches off the stage; :meth:`make` makes one when it is due.
+        """Remove the receive buffers of all microbatches from the stage.
 
-        The next messages have the shapes of the first step, unless they come with others.
+        :meth:`make` allocates a buffer when it is due. The next messages have the shapes of the first step,
+        unless they come with other shapes.
         """
         is_new = False
         self._sizes.clear()
@@ -78,14 +79,14 @@ class StageBuffers:
             self._expected = None
             shapes = [*self._inputs.get(0, ()), *self._grads.get(0, ())]
             self.receive_nbytes = sum(shape.nbytes for shape in shapes if shape is not None)
-        attached_values(self._stage)[_TAKEN] = self._inputs, self._grads
+        attached_values(self._stage)[_REMOVED] = self._inputs, self._grads
 
     def count_inputs(self, microbatch: int) -> int:
         """Return the number of tensors in the message that F reads."""
         return sum(shape is not None for shape in self._inputs[microbatch])
 
     def count_message_bytes(self, align: Callable[[int], int]) -> int:
-        """Return the bytes of the largest message that the stage receives, each tensor's rounded up by ``align``."""
+        """Return the bytes of the largest message that the stage receives, with each tensor rounded up by ``align``."""
         return max(
             (
                 sum(align(shape.nbytes) for shape in shapes if shape is not None)
@@ -97,7 +98,7 @@ class StageBuffers:
     def make(
         self, kind: Kind, microbatch: int, sizes: Sequence[torch.Size] | None = None
     ) -> list[Tensor]:
-        """Allocate the buffers of a message, and return those to receive into.
+        """Allocate the buffers of a message and return them.
 
         Args:
             kind: F or B, the computation that reads the message.
@@ -132,7 +133,7 @@ class StageBuffers:
     # --- outputs ---
 
     def keep_output_sizes(self, microbatch: int, output: Any) -> None:
-        """Note the shapes of an output, which the gradients that B reads have as well."""
+        """Note the shapes of an output; the gradients that B reads have the same shapes."""
         parts = output if isinstance(output, (tuple, list)) else [output]
         self._sizes[Kind.B, microbatch] = [
             _local(part).shape for part in parts if isinstance(part, Tensor)
@@ -142,7 +143,7 @@ class StageBuffers:
         """Return the tensors of the message that F or B sends.
 
         Raises:
-            ValueError: Their shapes are not those that the receiver expects.
+            ValueError: Their shapes differ from the shapes that the receiver expects.
         """
         stage = self._stage
         ops = (
@@ -177,17 +178,16 @@ class StageBuffers:
         if self._expected is None:
             self._expected = [shape.shape for shape in find_output_shapes(self._stage)]
         found = [tensor.shape for tensor in tensors]
-        # A traced stage may send a part of its outputs.
+        # A traced stage may send only some of its outputs.
         if found != self._expected and len(found) == len(self._expected):
             made, wanted = (
                 [tuple(shape) for shape in shapes] for shapes in (found, self._expected)
             )
             raise ValueError(
-                f"stage {self._stage.stage_index} sends tensors of shapes {made}, and its receiver "
-                f"expects {wanted}, "
-                "those of the first step. Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all "
-                "ranks, or pad the "
-                "microbatches to one shape."
+                f"ovpatch: stage {self._stage.stage_index} sends tensors of shapes {made}, and its "
+                f"receiver expects {wanted}, the shapes of the first step. Set "
+                "OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the microbatches to one "
+                "shape."
             )
 
     def make_blank_outputs(self, kind: Kind, microbatch: int = 0) -> list[Tensor]:
@@ -208,11 +208,11 @@ class StageBuffers:
 
 
 def release_buffers(stage: Any) -> None:
-    """Give a stage receive buffers for all microbatches again, as torch expects them, if they were taken."""
-    taken = attached_values(stage).pop(_TAKEN, None)
-    if taken is None:
+    """Allocate a stage's removed receive buffers for all microbatches again, as torch expects them."""
+    removed = attached_values(stage).pop(_REMOVED, None)
+    if removed is None:
         return
-    for infos, kept in zip((stage.args_recv_info, stage.grad_recv_info), taken, strict=True):
+    for infos, kept in zip((stage.args_recv_info, stage.grad_recv_info), removed, strict=True):
         for microbatch, items in infos.items():
             if microbatch in kept and not makes_buffers(stage):
                 set_buffers(
@@ -222,8 +222,8 @@ def release_buffers(stage: Any) -> None:
 
 
 def release_all_buffers() -> None:
-    """Give all stages receive buffers, also those whose schedule was dropped."""
-    for stage, _ in find_owners(_TAKEN):
+    """Allocate the receive buffers of all stages again, also of stages whose schedule was freed."""
+    for stage, _ in find_owners(_REMOVED):
         release_buffers(stage)
 
 
@@ -236,7 +236,7 @@ def _make_buffer(shape: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _resize(shapes: Sequence[Tensor | None], sizes: Sequence[torch.Size]) -> list[Tensor | None]:
-    """Return meta tensors of other sizes."""
+    """Return meta tensors like ``shapes`` but of other sizes."""
     left, made = list(sizes), list[Tensor | None]()
     for number, shape in enumerate(shapes):
         # B reads a size for each output, also for outputs without a gradient.
@@ -253,6 +253,6 @@ def _resize(shapes: Sequence[Tensor | None], sizes: Sequence[torch.Size]) -> lis
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor, which is the part that a message has."""
+    """Return the local part of a DTensor, because messages have local parts."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

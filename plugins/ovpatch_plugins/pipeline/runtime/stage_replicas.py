@@ -1,7 +1,7 @@
 """Data parallelism around a stage whose backward is split.
 
-Stock keeps gradients local during a step and reduces them with the last microbatch. Where weight gradients come after
-the last backward, the reduction has to wait for them.
+Stock PyTorch keeps gradients local during a step and reduces them with the last microbatch. If weight gradients
+come after the last backward, the reduction must wait for them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import reset_fsdp
 
 
 class LocalGradients:
-    """A stage without data parallelism, or one whose reduction torch starts itself at the end of the step.
+    """A stage without data parallelism, or a stage whose reduction torch starts itself at the end of the step.
 
     Attributes:
-        objection: Why weight gradients of the stage cannot be deferred, or "".
+        objection: The reason for which weight gradients of the stage cannot be deferred, or "".
         has_replicas: Whether gradients are reduced around the computations of a step, not in each.
-        reduces_in_backward: Whether the last backward reduces them where nothing is deferred.
-        wraps_weight_grads: Whether each W runs in :meth:`computing_weight_grads`, and :meth:`reduce` follows the last.
+        reduces_in_backward: Whether the last backward reduces them if nothing is deferred.
+        wraps_weight_grads: Whether each W runs in :meth:`computing_weight_grads`, and :meth:`reduce` follows the
+            last W.
         replicas: The ranks that reduce the same gradients.
     """
 
@@ -41,31 +42,32 @@ class LocalGradients:
         self._groups = list(groups)
         self.replicas = Replicas(groups)
 
-    def first_step_is_stock(self, divides: bool) -> bool:
-        """Return whether stock computes the first step.
+    def should_start_stock(self, splits: bool) -> bool:
+        """Return whether stock PyTorch computes the first step.
 
         Args:
-            divides: Whether the order is of a class that splits backwards.
+            splits: Whether the order is of a class that splits backwards.
         """
-        del divides
+        del splits
         return False
 
     def end_inference(self) -> None:
         """Prepare for a step with split backwards, after an inference of shapes."""
 
     def add_replicas(self, group: dist.ProcessGroup) -> None:
-        """Have the replicas in another group decide as well. All ranks of the group call this."""
+        """Let the replicas in another group decide as well. All ranks of the group call this."""
         self._groups.append(group)
-        self.replicas, self.has_replicas = Replicas(self._groups), True
+        self.replicas = Replicas(self._groups)
+        self.has_replicas = True
 
     def accumulate(self) -> None:
-        """Called after each W."""
+        """Do the work that follows each W."""
 
     def reduce(self) -> None:
-        """Called after the last W of a step, if gradients were deferred."""
+        """Reduce deferred gradients after the last W of a step."""
 
     def clear(self) -> None:
-        """Called after an interrupted step."""
+        """Drop the remains of an interrupted step."""
 
     def computing_weight_grads(self, compute: Callable[[int], None], microbatch: int) -> None:
         """Compute the weight gradients of a microbatch without a reduction."""
@@ -74,13 +76,13 @@ class LocalGradients:
 
 
 class DataParallel(LocalGradients):
-    """A stage in ``DistributedDataParallel``, with torch's reducer or with that of feature ``ddp``.
+    """A stage in ``DistributedDataParallel``, with the reducer of torch or of feature ``ddp``.
 
     [Note: first step of a wrapped stage] The metadata inference of torch 2.13 runs the wrapper's forward outside
-    ``no_sync()``. The reducer is then armed, and torch's first step reduces the first microbatch once more. With a
-    split backward it would find gradients missing, so stock PyTorch computes the first step. Not where the class itself
-    has such backwards: there torch's own first step leaves gradients of each replica alone. Zeros complete the armed
-    reduction, and the engine computes the step.
+    ``no_sync()``. The reducer is then armed, and torch's first step reduces the first microbatch once more. After
+    a split backward the reducer would find gradients missing, so stock PyTorch computes the first step. It does
+    not if the class itself has such backwards, because torch's own first step then leaves the gradients of each
+    replica local. In that case zeros complete the armed reduction, and the engine computes the step.
 
     Args:
         wrapper: The stage's module.
@@ -101,19 +103,19 @@ class DataParallel(LocalGradients):
         )
         self._wrapper: Any = wrapper
 
-    def first_step_is_stock(self, divides: bool) -> bool:
-        """Return whether stock computes the first step; see [Note: first step of a wrapped stage]."""
-        return not divides or bool(self.objection)
+    def should_start_stock(self, splits: bool) -> bool:
+        """Return whether stock PyTorch computes the first step; see [Note: first step of a wrapped stage]."""
+        return not splits or bool(self.objection)
 
     def end_inference(self) -> None:
-        """Have the reducer complete what the forward of the inference has armed, with gradients of zeros."""
+        """Complete the reduction that the forward of the inference has armed, with gradients of zeros."""
         if self.objection:
             return
         params = [param for param in self._wrapper.parameters() if param.requires_grad]
+        # The reduction of zeros must leave the script's gradients as they are.
         kept = [param.grad for param in params]
-        contents = [
-            None if grad is None else grad.clone() for grad in kept
-        ]  # gradients may be views of buckets
+        # Gradients may be views of buckets, which the reduction overwrites.
+        contents = [None if grad is None else grad.clone() for grad in kept]
         with torch.no_grad(), _without_hooks(params):
             for param in params:
                 param.grad = None
@@ -129,13 +131,15 @@ class DataParallel(LocalGradients):
             compute(microbatch)
 
     def reduce(self) -> None:
-        """Give all gradients to the reducer as those of one backward."""
+        """Pass all gradients to the reducer as the gradients of one backward."""
         params = [
             param
             for param in self._wrapper.parameters()
             if param.requires_grad and param.grad is not None
         ]
+        # The reducer expects contributions from autograd, so each gradient is accumulated once more.
         grads: list[Tensor] = [param.grad for param in params]
+        # An armed reducer takes the following accumulation as the backward of a synchronized forward.
         self._wrapper.reducer.prepare_for_backward([])
         for param in params:
             param.grad = None
@@ -145,7 +149,8 @@ class DataParallel(LocalGradients):
 
 @contextlib.contextmanager
 def _without_hooks(params: Sequence[Any]) -> Iterator[None]:
-    """Take the script's hooks off parameters while the block runs; reducers have theirs elsewhere."""
+    """Remove the script's hooks from parameters while the block runs; reducers have their hooks elsewhere."""
+    # Autograd holds these tables, so they are emptied and filled in place.
     tables = [
         table
         for param in params
@@ -163,7 +168,7 @@ def _without_hooks(params: Sequence[Any]) -> Iterator[None]:
 
 
 class FullyShardedGradients(LocalGradients):
-    """A stage in FSDP2 or ``replicate()``, which ``perform_reduce_grad`` reduces after all weight gradients.
+    """A stage in FSDP2 or ``replicate()``; ``perform_reduce_grad`` reduces it after all weight gradients.
 
     Args:
         module: The stage's module.
@@ -174,11 +179,12 @@ class FullyShardedGradients(LocalGradients):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        # The parameters whose gradients accumulate in another dtype; None before the first W.
         self._params: list[Any] | None = None
         super().__init__(groups=self._list_process_groups())
 
     def accumulate(self) -> None:
-        """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
+        """Move the gradients into ``reduce_dtype``, because the next W would add in the dtype of the parameters."""
         if self._params is None:
             self._params = [
                 param for param in self._list_params() if param.reduce_dtype is not None
@@ -191,7 +197,7 @@ class FullyShardedGradients(LocalGradients):
                 param.to_accumulated_grad_if_needed()
 
     def clear(self) -> None:
-        """Drop gradients that were not reduced: ``zero_grad()`` does not reach them, and the next step adds to them."""
+        """Drop unreduced gradients: ``zero_grad()`` does not reach them, and the next step would add to them."""
         reset_fsdp(self._module, self._list_modules())
         for param in self._list_params():
             if hasattr(param, "_unsharded_param"):
@@ -203,7 +209,9 @@ class FullyShardedGradients(LocalGradients):
         return [param for group in self._list_groups() for param in group.fsdp_params]
 
     def _list_process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups over which gradients are reduced, in one order on all ranks."""
+        """Return the groups over which gradients are reduced, in the same order on all ranks."""
+        # Shard groups first, then replicate groups: all ranks of a stage must wait for them in the same
+        # order.
         meshes = [group.mesh_info for group in self._list_groups()]
         names = ("shard_process_group", "replicate_process_group")
         found = [getattr(mesh, name, None) for name in names for mesh in meshes]
@@ -225,6 +233,7 @@ def make_data_parallel(module: nn.Module) -> LocalGradients:
         return FullyShardedGradients(module)
     if _is_fsdp1(module):
         return LocalGradients("FullyShardedDataParallel reduces in each backward")
+    # The engine can defer the reduction of a wrapper around the full module alone.
     part = "only a part of the stage's module is wrapped for data parallelism"
     return LocalGradients(part if is_data_parallel(module) else "")
 

@@ -1,4 +1,4 @@
-"""Clocks that measure computations and steps: the host's, or that of the device's stream.
+"""Clocks that measure computations and steps: the host's clock, or events of the device's stream.
 
 The host runs ahead of a device and only issues its work. The clock of a device records events around each computation,
 after the wait for the message that the computation reads. It reads them in a later step, without waiting.
@@ -17,6 +17,7 @@ import torch
 
 from ovpatch.overlap.pipelining.ir import Kind
 
+# The number of durations that a median or mean is taken of.
 _MAX_DURATIONS: Final = 64
 
 
@@ -68,7 +69,7 @@ class StepTimes:
 
 
 class Clock(Protocol):
-    """Measures the work of a rank in a step, and adds it to its :class:`StepTimes`, in seconds."""
+    """A clock that measures the work of a rank in a step and adds it to :class:`StepTimes`, in seconds."""
 
     def start_step(self) -> None:
         """Start the time of a step, and add the known times of earlier ones."""
@@ -83,13 +84,13 @@ class Clock(Protocol):
         """Return the start of a computation."""
 
     def add_action(self, stage: int, kind: Kind, started: Any) -> None:
-        """Take the time since ``started`` as that of a computation."""
+        """Add the time since ``started`` as the duration of a computation."""
 
     def begin_wait(self) -> float:
         """Return the start of a wait for other ranks."""
 
     def end_wait(self, started: float) -> None:
-        """Take the time since ``started`` as that of a wait."""
+        """Count the time since ``started`` as a wait."""
 
 
 class HostClock:
@@ -116,20 +117,20 @@ class HostClock:
         self._counted = 0.0
 
     def end_step(self) -> None:
-        """End the time of a step. The engine takes all time that is no computation and no wait."""
+        """End the time of a step; the part of it that is no computation and no wait is overhead."""
         seconds = self.read() - self._started
         self._times.steps.append(seconds)
         self._times.overheads.append(max(0.0, seconds - self._counted))
 
     def drop_step(self) -> None:
-        """Do nothing: computations before the failure are as good as others."""
+        """Do nothing, because computations before the failure were measured like any others."""
 
     def now(self) -> float:
         """Return the start of a computation."""
         return self.read()
 
     def add_action(self, stage: int, kind: Kind, started: float) -> None:
-        """Take the time since ``started`` as that of a computation."""
+        """Add the time since ``started`` as the duration of a computation."""
         seconds = self.read() - started
         self._counted += seconds
         self._times.actions[stage, kind].append(seconds)
@@ -139,12 +140,12 @@ class HostClock:
         return self.read()
 
     def end_wait(self, started: float) -> None:
-        """Take the time since ``started`` as that of a wait."""
+        """Count the time since ``started`` as a wait."""
         self._counted += self.read() - started
 
 
 class DeviceClock:
-    """Events on the current stream of a CUDA device. If the host issues work too late, computations take longer there.
+    """Events on the current stream of a CUDA device. If the host issues work too late, durations are too long.
 
     Args:
         times: Gets the durations, one step later.
@@ -158,9 +159,10 @@ class DeviceClock:
         self._times = times
         self._device = device
         self._make_event = make_event or _make_event
+        # Events that can be used again.
         self._free: list[Any] = []
         self._started: Any = None
-        # Computations and, without a stage, steps, with their events, in the order in which they end.
+        # Computations and, with None as the stage, steps, with their events, in the order in which they end.
         self._measured: deque[tuple[int | None, Kind, Any, Any]] = deque()
 
     def start_step(self) -> None:
@@ -195,7 +197,7 @@ class DeviceClock:
         self._measured.append((stage, kind, started, self.now()))
 
     def begin_wait(self) -> float:
-        """Do nothing: the host's waits are no part of the device's time."""
+        """Do nothing, because the host's waits are no part of the device's time."""
         return 0.0
 
     def end_wait(self, started: float) -> None:

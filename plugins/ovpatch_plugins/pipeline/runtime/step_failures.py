@@ -15,13 +15,14 @@ from ovpatch.overlap.comm.consensus import agree_on_name
 from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.lifetimes import group_state, group_store, group_timeout_s, unwrap_store
 
+# The store keeps the start of a report alone, in characters. The rank's own output has the full error.
 _LONGEST_TEXT: Final = 500
 # Peers have all messages when this wait starts.
 _READERS_TIMEOUT_S: Final = 10.0
 
 
 class PipelineRankError(RuntimeError):
-    """Another rank of the pipeline failed; the text names it.
+    """The error that another rank of the pipeline failed; the message names the rank.
 
     Attributes:
         failure: The report for ranks that do not know of the failure.
@@ -31,11 +32,15 @@ class PipelineRankError(RuntimeError):
 
 
 def make_rank_error(failure: str) -> PipelineRankError:
-    """Return the error of a step that failed on another rank, given which rank that is, and why."""
+    """Return the error of a step that failed on another rank.
+
+    Args:
+        failure: The rank that failed, and the reason.
+    """
     made = PipelineRankError(
-        f"the pipeline's step failed: {failure.rstrip('.')}. Gradients of this step are not valid "
-        "on any rank: call "
-        "optimizer.zero_grad() before the next step, or correct the error named here."
+        f"ovpatch: the pipeline's step failed: {failure.rstrip('.')}. Gradients of this step are "
+        "not valid on any rank. Call optimizer.zero_grad() before the next step, or correct the "
+        "error named here."
     )
     made.failure = failure
     return made
@@ -44,8 +49,9 @@ def make_rank_error(failure: str) -> PipelineRankError:
 class StepFailures:
     """The first failure in each step of a pipeline, as all its ranks read it.
 
-    The store may end with the rank that hosts it. That rank may exit right after a step that its peers still finish. If
-    it failed in the step, it first waits until they have read its report. So a closed store had no report to read.
+    The store may end with the rank that hosts it, and that rank may exit right after a step that its peers still
+    finish. If it failed in the step, it first waits until they have read its report. So a closed store had no
+    report to read.
 
     Args:
         group: The pipeline's group. All its ranks make this together.
@@ -69,7 +75,7 @@ class StepFailures:
                 store.get(self._key())
 
     def read(self) -> str:
-        """Return which rank failed in this step, and why, or ""."""
+        """Return the rank that failed in this step, and the reason, or ""."""
         store, key = group_store(self._group), f"{self._name}/{self.step}"
         with suppress(dist.DistNetworkError):
             if store is not None and store.check([key]):
@@ -79,11 +85,10 @@ class StepFailures:
         return ""
 
     def wait_for_readers(self) -> None:
-        """Wait, for some seconds at most, until peers have read of a failure, if this rank hosts the store."""
+        """Wait up to ``_READERS_TIMEOUT_S`` until peers have read a failure, if this rank hosts the store."""
         store, key = group_store(self._group), self._key()
-        by_agent = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # torchrun's, which outlives the ranks
+        # torchrun's agent hosts a store that outlives the ranks.
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if (
             store is None
             or by_agent
@@ -104,8 +109,8 @@ class StepFailures:
 class Replicas:
     """The replicas of a stage, which decide together whether they reduce its gradients.
 
-    Each is a rank of another pipeline, and knows of the failures in that one alone. One that reduced by itself would
-    wait for those that do not.
+    Each replica is a rank of another pipeline, and knows only the failures in that pipeline. A replica that
+    reduced alone would wait for replicas that do not reduce.
 
     Args:
         groups: Groups over which the stage's gradients are reduced, in one order on all ranks. All their ranks make
@@ -113,26 +118,29 @@ class Replicas:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._votes = [Vote.of(group) for group in groups if group.size() > 1]
+        self._votes = [Vote.for_replicas(group) for group in groups if group.size() > 1]
 
     def decide(self, failure: str) -> str:
-        """Decide, as each replica does once a step; return the reason not to reduce, or "".
+        """Decide once per step, together with all replicas; return the reason not to reduce, or "".
 
         Args:
-            failure: Why this rank does not, or "". It then waits for no peer until :meth:`finish`.
+            failure: The reason for which this rank does not reduce, or "". If there is one, this rank waits for no
+                peer until :meth:`finish`.
 
         Raises:
-            RuntimeError: Some do not come within the group's timeout.
+            RuntimeError: Some replicas do not arrive within the group's timeout.
         """
         for vote in self._votes:
             failure = vote.take(failure)
         return failure
 
     def finish(self) -> None:
-        """Wait for the replicas whose votes this rank has skipped, so that no collective meets one of another step.
+        """Wait for the replicas whose votes this rank has skipped.
+
+        Without this wait, a collective would meet a collective of another step.
 
         Raises:
-            RuntimeError: Some do not come within the group's timeout.
+            RuntimeError: Some replicas do not arrive within the group's timeout.
         """
         for vote in self._votes:
             vote.finish()
@@ -143,10 +151,10 @@ class Vote:
 
     Args:
         group: The process group.
-        topic: What is decided.
+        topic: The subject of the decisions.
 
     Attributes:
-        name: A prefix for keys in the store, which no other one has.
+        name: A prefix for keys in the store, which no other vote has.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
@@ -156,12 +164,14 @@ class Vote:
         assert store is not None, "the process group was destroyed"
         self._store = store
         self._number = 0
-        # Keys of failures.
+        # Keys of failures that this rank deletes at its next successful vote.
         self._written: list[str] = []
-        self._left_key, self._left = f"{self.name}/left", ""
+        # The reason for which a rank has left all later decisions, or "", and its key.
+        self._left_key = f"{self.name}/left"
+        self._left = ""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Vote:
+    def for_replicas(cls, group: dist.ProcessGroup) -> Vote:
         """Return the vote of the replicas in a group."""
         make = functools.partial(cls, group, "pipeline replicas")
         return group_state(group).get_or_create(("pipeline", "replicas"), make)
@@ -170,11 +180,11 @@ class Vote:
         """Decide; return the failure that a rank knows of, or "".
 
         Args:
-            failure: What this rank knows of, or "". If it knows of one, it waits for no peer until
+            failure: The failure that this rank knows of, or "". If it knows of a failure, it waits for no peer until
                 :meth:`finish` or the next decision, because peers may come much later.
 
         Raises:
-            RuntimeError: Some do not come within the group's timeout.
+            RuntimeError: Some ranks do not arrive within the group's timeout.
         """
         if self._left:
             return self._left
@@ -195,7 +205,7 @@ class Vote:
             self._written.append(key)
             return failure
         failure = self._read(key)
-        # All ranks have taken part since, so they have read these keys.
+        # All ranks have taken part since the keys were written, so they have read them.
         while self._written:
             self._store.delete_key(self._written.pop())
         if failure:
@@ -218,9 +228,9 @@ class Vote:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def leave(self, failure: str) -> None:
-        """Leave all later decisions, so that peers do not wait for this rank. Each decides against, for this reason."""
-        # The key differs from that of the vote. A rank may decide by the announcement, and wait for this rank in a
-        # later decision.
+        """Leave all later decisions, so that peers do not wait for this rank; they then fail with ``failure``."""
+        # The key differs from the key of the vote, because a rank may decide by the announcement and wait for this rank
+        # in a later decision.
         self._store.set(self._left_key, failure[:_LONGEST_TEXT])
         self.announce(failure)
         self._left = failure

@@ -1,11 +1,12 @@
-"""Differences between the stages and schedules of torch 2.11 to 2.15. Attributes decide, not versions.
+"""Differences between the stages and schedules of torch 2.11 to 2.15, recognized by attributes, not by versions.
 
-To torch 2.14 the descriptors of a stage hold receive buffers for all microbatches. From 2.15 on a descriptor holds a
-buffer from its receive to the computation that takes it, and one at another time is an error. An output leaves the
-stage after its send, and the backward starts from its edge. FSDP2 starts its reduction and waits for it in two calls.
+Up to torch 2.14 the descriptors of a stage hold receive buffers for all microbatches. From 2.15 on a descriptor holds
+a buffer from its receive to the computation that takes it, and a buffer at another time is an error. An output
+leaves the stage after its send, and the backward starts from its edge. FSDP2 starts its reduction and waits for it
+in two calls.
 
-Before the first step a stage runs its module once for the shapes of its outputs, and from 2.12 on a backward for those
-of its input gradients, and sends them on as objects: metadata.
+Before the first step a stage runs its module once to find the shapes of its outputs. From 2.12 on it also runs a
+backward, to find the shapes of its input gradients. It sends the shapes to its neighbors as objects, the metadata.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+# The attributes of a schedule that are True once its stages are initialized.
 _INITIALIZED: Final = tuple(
     f"_{stages}_{way}_initialized"
     for stages in ("stage", "stages")
     for way in ("forward", "backward")
 )
+# The attributes of a stage in which a step keeps state.
 _STATES: Final = (
     "fwd_cache",
     "_forward_chunk_states",
@@ -52,7 +55,7 @@ def has_buffers(infos: Sequence[Any]) -> bool:
 
 
 def find_shapes(infos: Sequence[Any]) -> list[Tensor | None]:
-    """Return meta tensors like those that descriptors receive, None where none comes."""
+    """Return meta tensors like the tensors that descriptors receive; None for a descriptor without a tensor."""
     return [_find_shape(info) for info in infos]
 
 
@@ -66,16 +69,16 @@ def _find_shape(info: Any) -> Tensor | None:
 
 
 def set_buffers(infos: Sequence[Any], buffers: Sequence[Tensor | None]) -> None:
-    """Put buffers into descriptors. Meta tensors represent missing buffers: torch 2.11 expects a tensor."""
+    """Put buffers into descriptors. Meta tensors represent missing buffers, because torch 2.11 expects a tensor."""
     for info, buffer in zip(infos, buffers, strict=True):
-        # A placeholder of torch 2.11 for an argument of the script has none.
+        # In torch 2.11, the placeholder of an argument of the script has no buffer.
         if hasattr(info, "buffer"):
             is_none = buffer is not None and buffer.is_meta and hasattr(info, "take_buffer")
             info.buffer = None if is_none else buffer
 
 
 def shape_of(tensor: Tensor) -> Tensor:
-    """Return a meta tensor like another one."""
+    """Return a meta tensor with the layout of another tensor."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
@@ -87,11 +90,11 @@ def find_output_shapes(stage: Any) -> list[Tensor]:
 
 
 def find_input_grad_shapes(stage: Any, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return meta tensors like the gradients that a stage sends, None for an input that gets none.
+    """Return meta tensors like the gradients that a stage sends; None for an input without a gradient.
 
     Args:
         stage: The stage.
-        inputs: Meta tensors like those that it receives; torch 2.11 sends a gradient for each.
+        inputs: Meta tensors like the received tensors; torch 2.11 sends a gradient for each.
     """
     find_meta = getattr(stage, "_get_grad_send_meta", None)
     if find_meta is None:
@@ -101,12 +104,13 @@ def find_input_grad_shapes(stage: Any, inputs: Sequence[Tensor | None]) -> list[
 
 
 def _shape_of_meta(meta: Any) -> Tensor:
-    stride = meta.stride() if callable(meta.stride) else meta.stride  # a tensor in torch 2.11
+    # In torch 2.11 the metadata are tensors.
+    stride = meta.stride() if callable(meta.stride) else meta.stride
     return torch.empty_strided(tuple(meta.shape), tuple(stride), dtype=meta.dtype, device="meta")
 
 
 def release_outputs(stage: Any, microbatch: int) -> None:
-    """Have a stage forget the outputs of a microbatch that it has handed over to be sent."""
+    """Drop a stage's references to outputs that a message holds."""
     if makes_buffers(stage):
         stage.release_fwd_send_outputs(microbatch)
 
@@ -118,13 +122,14 @@ def find_output_nodes(stage: Any, microbatch: int) -> list[Any]:
     else:
         outputs = stage._forward_chunk_states[microbatch].stage_output_for_backward()
     nodes = [
-        one.grad_fn if isinstance(one, Tensor) else getattr(one, "node", None) for one in outputs
+        output.grad_fn if isinstance(output, Tensor) else getattr(output, "node", None)
+        for output in outputs
     ]
     return [node for node in nodes if node is not None]
 
 
 def clear_states(stage: Any) -> None:
-    """Drop what an interrupted step left in a stage."""
+    """Drop the state that an interrupted step left in a stage."""
     for name in _STATES:
         getattr(stage, name, {}).clear()
 
@@ -134,19 +139,21 @@ def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
 
     Args:
         root: The stage's module.
-        modules: It and all in it that are in FSDP2.
+        modules: The module and all modules inside of it, if they are in FSDP2.
     """
+    # Before the first forward there is nothing to reset.
     if root._get_fsdp_state()._is_root is None:
-        return  # no forward has begun
+        return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
-    for module in modules:  # torch 2.11
+    # Torch 2.11 has no function for this.
+    for module in modules:
         state = module._get_fsdp_state()
         state._modules_to_run_forward.clear()
         group = state._fsdp_param_group
-        for one in (state, *([] if group is None else [group])):
-            one._training_state = type(one._training_state).IDLE
+        for part in (state, *([] if group is None else [group])):
+            part._training_state = type(part._training_state).IDLE
         if group is not None:
             group._post_forward_indices.clear()
         module.reshard()
@@ -159,24 +166,26 @@ def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
 # --- metadata ---
 
 Send = Callable[[Any, int], None]
-"""Sends metadata to the stage of an index."""
+"""A function that sends metadata to the stage of an index."""
 
 Receive = Callable[[int], Any]
-"""Returns the metadata that the stage of an index has sent."""
+"""A function that returns the metadata that the stage of an index has sent."""
 
 
 @contextlib.contextmanager
 def exchanging_metadata(stage: Any, send: Send, receive: Receive) -> Iterator[None]:
-    """Have a stage send and receive metadata by two functions inside the ``with`` block, not by torch's messages."""
+    """Let a stage exchange metadata by two functions inside the ``with`` block, instead of by torch's messages."""
     if hasattr(stage, "_recv_meta"):
         changed: dict[str, Any] = {"_send_meta": send, "_recv_meta": receive}
-    elif hasattr(stage, "_shape_inference"):  # torch 2.11
+    # Torch 2.11
+    elif hasattr(stage, "_shape_inference"):
         changed = {
             "_shape_inference": functools.partial(
                 _infer_shapes, stage, stage._shape_inference, send, receive
             )
         }
-    else:  # a traced stage, which knows its shapes
+    # A traced stage knows its shapes.
+    else:
         changed = {}
     with setting_attributes(stage, changed):
         yield
@@ -184,7 +193,7 @@ def exchanging_metadata(stage: Any, send: Send, receive: Receive) -> Iterator[No
 
 @contextlib.contextmanager
 def setting_attributes(stage: Any, changed: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of an object inside the ``with`` block, which the script may have set as well."""
+    """Set attributes of an object inside the ``with`` block; the script's values return afterwards."""
     own = vars(stage)
     before = {name: own[name] for name in changed if name in own}
     own.update(changed)
@@ -204,14 +213,16 @@ def _infer_shapes(
     args: Any,
     kwargs: Any = None,
 ) -> Any:
-    """Infer shapes as ``_shape_inference`` of torch 2.11 does, which is one function with its messages.
+    """Infer shapes as ``_shape_inference`` of torch 2.11 does, in which inference and messages are one function.
 
-    Between stages of one rank it takes and returns what it sends to others, so meanwhile all stages seem to be here.
+    Between stages of one rank, that function takes its input as an argument and returns its output. So all stages
+    seem to be on this rank while it runs.
     """
     index, ranks = stage.stage_index, stage.stage_index_to_group_rank
     receives = not stage.is_first and ranks[index - 1] != stage.group_rank
     if receives and (args is None or len(args)):
-        return infer(args, kwargs)  # which says what is wrong with that
+        # Torch raises an error that explains the wrong arguments.
+        return infer(args, kwargs)
     if receives:
         args = receive(index - 1)
     stage.stage_index_to_group_rank = dict.fromkeys(ranks, stage.group_rank)
@@ -231,9 +242,9 @@ def connects_by_metadata(stage: Any) -> bool:
 
 
 def keep_metadata(stage: Any) -> Callable[[], None]:
-    """Return a function that gives a stage back the metadata that it has now. Torch 2.11 infers only what is missing.
+    """Return a function that restores the metadata that a stage has now.
 
-    The function also drops what a failed inference left to torch 2.13.
+    Torch 2.11 infers only missing metadata. The function also drops the remains of a failed inference in torch 2.13.
     """
     own = vars(stage)
     known = {name: own[name] for name in ("inputs_meta", "_outputs_meta") if name in own}
@@ -266,7 +277,7 @@ def is_initialized(schedule: Any) -> bool:
 
 
 def forget_initialization(schedule: Any) -> None:
-    """Have torch initialize the stages of a schedule again."""
+    """Make torch initialize the stages of a schedule again."""
     for way in getattr(schedule, "ways", (schedule,)):
         vars(way).update((name, False) for name in _INITIALIZED if hasattr(way, name))
 
@@ -275,7 +286,8 @@ def initialize_stages(schedule: Any, args: Any, kwargs: Any, target: Any, loss_k
     """Initialize the stages of a schedule with the first microbatch, as its own step does first."""
     has_many = hasattr(schedule, "_initialize_stages")
     initialize = schedule._initialize_stages if has_many else schedule._initialize_stage
-    taken = len(inspect.signature(initialize).parameters)  # torch 2.11 takes no target
+    # Torch 2.11 takes no target.
+    taken = len(inspect.signature(initialize).parameters)
     initialize(*(args, kwargs, target, loss_kwargs)[:taken])
 
 

@@ -1,8 +1,8 @@
 """Two pipelines through the same ranks in opposite directions, with a replica of the model in each.
 
-As in Chimera (Li and Hoefler, SC 2021): a rank has a stage of the pipeline that runs down and one of that which runs
-up. Each has half of a step's microbatches, and fills bubbles of the other. At the end of a step the gradients of both
-replicas of a stage, which stand on two ranks, are added up; so the replicas stay equal.
+This is the schedule of Chimera (Li and Hoefler, SC 2021). A rank has a stage of the pipeline that runs down and a stage
+of the pipeline that runs up. Each pipeline has half of a step's microbatches, and fills bubbles of the other. Two ranks
+have the replicas of a stage. At the end of a step their gradients are added up, so the replicas stay equal.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _WAYS: Final = 2
 class ScheduleBidirectional(PipelineScheduleMulti):
     """The schedule of two pipelines in opposite directions.
 
-    Torch's part of it are two objects of ``Schedule1F1B``, or of ``ScheduleGPipe`` where microbatches are few. These
+    Torch's part of it are two objects of ``Schedule1F1B``, or of ``ScheduleGPipe`` if there are few microbatches. These
     run sequentially; feature ``pipeline`` runs them as one. The first half of the microbatches goes down, from
     rank 0 to the last one, the second half goes up. So losses and outputs of the first half are on the last rank, and
     those of the second half on rank 0.
 
     Args:
-        stages: This rank's stage of the pipeline that runs down, and that of the one that runs up.
-        n_microbatches: Their number in both pipelines together, even.
-        loss_fn: As of torch's schedules.
+        stages: This rank's stage of the pipeline that runs down, and its stage of the pipeline that runs up.
+        n_microbatches: Number of microbatches in both pipelines together; must be even.
+        loss_fn: As for torch's schedules.
         options: Other arguments of torch's schedules with several stages.
 
     Attributes:
         placement: Rank of each stage of both.
-        replicas: This rank and the one that has the replicas of its stages.
+        replicas: This rank and the rank that has the replicas of its stages.
         ways: The schedules of torch.
     """
 
@@ -60,12 +60,15 @@ class ScheduleBidirectional(PipelineScheduleMulti):
             )
         super().__init__(list(stages), n_microbatches, loss_fn, **options)
         ranks = self.pp_group_size
+        # Torch assumes that stage s is on rank s, so the pipeline that runs up gets its own map.
         stages[1].stage_index_to_group_rank = {stage: ranks - 1 - stage for stage in range(ranks)}
         self.placement = BidirectionalPlacement.of(ranks)
         self._num_stages = len(self.placement)
         half = n_microbatches // _WAYS
-        cls = Schedule1F1B if half >= ranks else ScheduleGPipe  # which takes fewer
+        # GPipe also takes fewer microbatches than there are ranks.
+        cls = Schedule1F1B if half >= ranks else ScheduleGPipe
         self.ways: list[Any] = [cls(stage, half, loss_fn) for stage in stages]
+        # Torch's own runtime runs them, also while feature ``pipeline`` is on.
         for way in self.ways:
             way.runs_stock = True
         group = stages[0].group or dist.distributed_c10d._get_default_group()
@@ -99,9 +102,8 @@ class ScheduleBidirectional(PipelineScheduleMulti):
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
         own: Any = super()  # untyped in torch
-        return (
-            own._maybe_get_loss(stage, mb_index) if stage.is_last else None
-        )  # else losses are of the other way
+        # The losses of a stage that is not the last belong to the other pipeline.
+        return own._maybe_get_loss(stage, mb_index) if stage.is_last else None
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
         if losses is not None:
@@ -122,7 +124,8 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         extra = {} if loss_kwargs is None else {"loss_kwargs": loss_kwargs}
         half = self._n_microbatches // _WAYS
         for number, way in enumerate(self.ways):
-            way._has_backward, way.scale_grads = self._has_backward, self.scale_grads
+            way._has_backward = self._has_backward
+            way.scale_grads = self.scale_grads
             own = slice(number * half, (number + 1) * half)
             has_losses = losses is not None and way._stage.is_last
             targets = None if target_mbs is None else target_mbs[own]
@@ -133,13 +136,13 @@ class ScheduleBidirectional(PipelineScheduleMulti):
 
 
 class ReplicaGrads:
-    """Adds up the gradients of both replicas of this rank's stages, in one message a dtype.
+    """The sums of the gradients of both replicas of this rank's stages, with one message for each dtype.
 
     Args:
         parts: This rank's stages by their index in the model.
-        group: This rank and the one with the replicas.
+        group: This rank and the rank with the replicas.
         pipeline: All ranks of the pipeline.
-        left_out: Parameters whose gradients are added up elsewhere.
+        left_out: Returns the parameters whose gradients are added up elsewhere.
     """
 
     def __init__(
@@ -149,11 +152,16 @@ class ReplicaGrads:
         pipeline: dist.ProcessGroup,
         left_out: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        self._parts, self._group, self._pipeline, self._left_out = parts, group, pipeline, left_out
+        self._parts = parts
+        self._group = group
+        self._pipeline = pipeline
+        self._left_out = left_out
         self._are_checked = False
+        # Copies of the gradients of earlier steps, while a step runs.
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def _list_params(self) -> list[nn.Parameter]:
+        # Stages that share a parameter add up its gradients themselves.
         known = {id(param) for param in self._left_out()}
         params = [
             param for part in self._parts for param in part.parameters() if param.requires_grad
@@ -164,10 +172,11 @@ class ReplicaGrads:
         """Check before the first step, together with all ranks, that both replicas have the same weights.
 
         Raises:
-            RuntimeError: They differ, as on a model that was made on the meta device and initialized by each rank.
+            RuntimeError: They differ, as for a model that was made on the meta device and initialized by each rank.
         """
         named = dict(item for part in self._parts for item in part.named_parameters())
         sums = torch.stack([_local(param).detach().double().sum() for param in named.values()])
+        # The maxima of the sums and of their negatives add up to the difference between both ranks.
         largest = torch.cat([sums, -sums])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         differs = largest[: len(sums)] + largest[len(sums) :] > 0
@@ -181,16 +190,15 @@ class ReplicaGrads:
                 else "they differ on other ranks"
             )
             raise RuntimeError(
-                "the two replicas of a bidirectional pipeline do not have the same weights: "
-                f"{where}. Load a "
-                "checkpoint, or initialize the weights of both replicas from one seed, before the "
-                "first step."
+                "ovpatch: the two replicas of a bidirectional pipeline do not have the same weights: "
+                f"{where}. Load a checkpoint, or initialize the weights of both replicas from one "
+                "seed, before the first step."
             )
 
     def start_step(self) -> None:
-        """Put the gradients of earlier steps aside: they are sums already.
+        """Put the gradients of earlier steps aside, because they are already sums.
 
-        As copies, since a reducer's gradients may be views of its buckets, into which it writes again.
+        Copies are kept, since a reducer's gradients may be views of its buckets, into which it writes again.
         """
         if not self._are_checked:
             self._check_equal()
@@ -210,13 +218,14 @@ class ReplicaGrads:
         self._kept = []
 
     def finish_step(self, scale: int) -> None:
-        """Have each gradient be the sum of both replicas', and add it to the gradients of earlier steps.
+        """Make each gradient the sum of both replicas', and add the gradients of earlier steps.
 
         Args:
-            scale: What torch's schedule divides gradients by at the end of a step, earlier ones included; each replica
-                has divided its own by half of that.
+            scale: The divisor by which torch's schedule divides gradients at the end of a step, earlier ones included.
+                Each replica has divided its gradients by half of that.
         """
         params = self._list_params()
+        # Both ranks must send as many gradients, so a missing one is zeros for now.
         unused = [param.grad is None for param in params]
         grads: dict[torch.dtype, list[Tensor]] = {}
         with torch.no_grad():
@@ -242,10 +251,11 @@ class ReplicaGrads:
         self._kept = []
 
     def _drop_unused(self, params: Sequence[nn.Parameter], unused: Sequence[bool]) -> None:
-        """Leave parameters without a gradient that no microbatch of either direction has used."""
+        """Remove the gradients of parameters that no microbatch of either direction has used."""
         flags = torch.tensor(unused, dtype=torch.uint8, device=params[0].device)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group)
-        if any(unused):  # else there is nothing to wait for
+        # Without such parameters on this rank, the host need not wait for the collective's result.
+        if any(unused):
             for param, is_unused in zip(params, flags.tolist(), strict=True):
                 if is_unused:
                     param.grad = None

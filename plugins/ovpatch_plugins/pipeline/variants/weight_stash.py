@@ -1,9 +1,8 @@
 """``weight_stash=pipedream``: each microbatch is one update, and its backward has the weights of its forward.
 
-PipeDream (Narayanan et al., SOSP 2019) does not wait for a pipeline to be empty before it steps the optimizer. A stage
-steps after each backward. Microbatches whose forward is done by then keep the weights that it had, their *stash*.
-The order of computations stays that of torch. Their results differ, because weights are older than in a run without a
-pipeline.
+PipeDream (Narayanan et al., SOSP 2019) steps the optimizer before the pipeline is empty. A stage steps after each
+backward. A microbatch whose forward is done by then keeps the weights of its forward, its *stash*. The order of
+computations stays torch's. The results differ, because weights are older than in a run without a pipeline.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _REMEDY: Final = "Correct that on all ranks, or set OVPATCH_PIPELINE_WEIGHT_STAS
 
 
 class WeightStashError(RuntimeError):
-    """A stage or an optimizer cannot be used with stashed weights; the text names what is wrong and the remedy."""
+    """The error that a stage or an optimizer cannot be used with stashed weights; the message has the remedy."""
 
 
 def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
@@ -40,14 +39,14 @@ def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
 
     Args:
         schedule: A schedule of ``torch.distributed.pipelining``.
-        optimizers: Those of all trained parameters of this rank's stages, and of nothing else that has gradients. They
-            replace those of an earlier call.
+        optimizers: The optimizers of all trained parameters of this rank's stages, and of no other parameters with
+            gradients. They replace the optimizers of an earlier call.
     """
     attached_values(schedule).setdefault(_OPTIMIZERS, [])[:] = optimizers
 
 
 def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Return the reason why this rank cannot stash weights, or ""."""
+    """Return the reason for which this rank cannot stash weights, or ""."""
     if options["schedule"] not in ("as-given", "1f1b"):
         return f"weight_stash needs schedule=as-given or 1f1b, not {options['schedule']}"
     if not attached_values(schedule).get(_OPTIMIZERS):
@@ -63,7 +62,7 @@ def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[s
 
 
 def raise_reason(schedule: Any, reason: str) -> None:
-    """Raise why a schedule cannot run with stashed weights; stock would compute something else."""
+    """Raise an error, because the results of stock PyTorch would differ from those of stashed weights."""
     raise WeightStashError(f"{type(schedule).__name__}: {reason.rstrip('.')}. {_REMEDY}")
 
 
@@ -81,26 +80,25 @@ class StashedStage(Stage):
             info,
             replace(options, delay_wgrad_compute="off", is_fused=False, sends=False, splits=False),
         )
-        self.objection = self.report.objection = (
-            "weight_stash steps the optimizer behind each backward"
-        )
+        self.objection = "weight_stash steps the optimizer after each backward"
+        self.report.objection = self.objection
         self._optimizers: list[torch.optim.Optimizer] = attached_values(schedule)[_OPTIMIZERS]
+        # The trained parameters, with the modules that have them and their names there.
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self._version: dict[
-            int, Tensor
-        ] = {}  # copies of the newest weights, by id of the parameter
-        self._stashes: dict[
-            int, dict[int, nn.Parameter]
-        ] = {}  # by microbatch, those of its forward
+        # Copies of the newest weights, by the id of the parameter.
+        self._version: dict[int, Tensor] = {}
+        # The weights of each microbatch's forward, by the id of the parameter.
+        self._stashes: dict[int, dict[int, nn.Parameter]] = {}
 
     def start_step(self, *, finalizes: bool) -> None:
-        """Begin a step.
+        """Start a step.
 
         Raises:
-                WeightStashError: A parameter has hooks or a gradient, or no optimizer.
+            WeightStashError: A parameter has hooks or a gradient, or no optimizer.
         """
         super().start_step(finalizes=finalizes)
         self._drop()
+        # A script may add and freeze parameters between steps.
         modules = dict.fromkeys(self.stage.submod.modules())
         found = [
             (module, name, p)
@@ -110,7 +108,10 @@ class StashedStage(Stage):
         ]
         self._places = [place for place in found if place[2].requires_grad]
         owned = {
-            id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]
+            id(p)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
         }
         for place in self._places:
             self._check(place, owned)
@@ -137,7 +138,7 @@ class StashedStage(Stage):
         """Compute F with the newest weights, and stash them."""
         if not self._version:
             self._version = {id(param): param.detach().clone() for *_, param in self._places}
-        # Parameters of its own for each microbatch, as backwards of two with the same weights may overlap.
+        # Each microbatch has its own parameters, because backwards of two with the same weights may overlap.
         stash = {id(param): _alias(param, self._version[id(param)]) for *_, param in self._places}
         self._stashes[microbatch] = stash
         with self._swapped(stash):
@@ -149,8 +150,9 @@ class StashedStage(Stage):
             return super().backward(microbatch, loss, microbatches)
 
     def finish_backward(self, microbatch: int, check_peers: Callable[[], None]) -> None:
-        """Step the optimizers with the gradients of a microbatch alone, whose input gradient is on its way."""
+        """Step the optimizers with the gradients of this microbatch alone; its input gradient is in flight."""
         super().finish_backward(microbatch, check_peers)
+        # An update with the zeros of a failed rank could not be undone.
         check_peers()
         for place in self._places:
             if place[2].grad is not None:
@@ -170,15 +172,16 @@ class StashedStage(Stage):
         COUNTERS.microbatch_updates += 1
 
     def reduce(self, scale: int, *, by_perform: bool, waits: bool) -> None:
-        """Leave gradients alone: each update had the mean gradient of its microbatch."""
+        """Leave gradients alone, because each update had the mean gradient of its microbatch."""
 
     def clear(self) -> None:
-        """Drop what an interrupted step left. Updates that were made stay."""
+        """Drop the remains of an interrupted step; updates that were made stay."""
         super().clear()
         self._drop()
 
     def _drop(self) -> None:
-        self._version, self._stashes = {}, {}
+        self._version = {}
+        self._stashes = {}
 
     def _refuse(self, place: tuple[nn.Module, str, nn.Parameter], fault: str) -> None:
         module, name, _ = place
@@ -198,6 +201,7 @@ class StashedStage(Stage):
 
 
 def _alias(param: nn.Parameter, weights: Tensor) -> nn.Parameter:
+    # The alias shares the memory of the weights and has the script's attributes.
     alias = nn.Parameter(weights)
     alias.__dict__.update(param.__dict__)
     return alias
