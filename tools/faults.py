@@ -214,8 +214,8 @@ FAULTS: Final = (
     Fault(
         "a ring sends what it should receive",
         "ovpatch/overlap/tensor_parallel/schedules/overlapped.py",
-        "by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world",
-        "by_rank[owner - 1], (rank + 1) % world, by_rank[owner], (rank - 1) % world",
+        "rows_by_rank[owner],\n                    (rank + 1) % world,\n                    rows_by_rank[owner - 1],",
+        "rows_by_rank[owner - 1],\n                    (rank + 1) % world,\n                    rows_by_rank[owner],",
         ("tests/plugins/tp_linear/test_auto.py", "tests/plugins/tp_linear/test_rare.py"),
     ),
     Fault(

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwisePara
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensor_parallel import operators, tp_group
-from ovpatch.overlap.tensor_parallel.layout import PLAIN, is_traced
+from ovpatch.overlap.tensor_parallel.layout import PLAIN, is_recorded
 from ovpatch.overlap.tensor_parallel.operators import (
     OPERATORS,
     accumulate_weight_grad,
@@ -56,7 +56,7 @@ class State:
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Set everything by the feature's options."""
-        schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
+        schedule = find_schedule(options["schedule"], options["chunks"], regathers=options["regather"])
         fuse = options["gradient_accumulation_fusion"]
         self.config = TPConfig(
             schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"]
@@ -172,7 +172,7 @@ class TPLinear(ShardedLinear):
         weight, bias = _params(linear)
         plan = (
             self._find_plan(x)
-            if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias)
+            if isinstance(x, Tensor) and not is_recorded() and self.matches(weight, bias)
             else None
         )
         if plan is None or not self._takes(plan, x):
@@ -186,10 +186,10 @@ class TPLinear(ShardedLinear):
                 tp_group.get_tp_group(self.group, x.device),
                 OPERATORS[plan.operator],
                 plan.dim,
-                constant=not needs,
+                is_constant=not needs,
                 mesh=self.mesh,
-                given=plan.given,
-                returned=plan.returned,
+                input_grad_placement=plan.given,
+                output_placement=plan.returned,
             )
         COUNTERS.calls += 1
         output = run_operator(call, x, weight, bias)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
 from ovpatch.overlap.tensor_parallel import tp_group
-from ovpatch.overlap.tensor_parallel.layout import find_sequence_dim, get_local, is_traced
+from ovpatch.overlap.tensor_parallel.layout import find_sequence_dim, get_local, is_recorded
 from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto
 from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
@@ -85,7 +85,7 @@ class SharedAllGather:
     def _gathered(self, module: nn.Module, x: Any, layout: Any) -> Any:
         """Return the gathered input, whose products wait for their linears, or None if stock has to gather."""
         if (
-            is_traced() or torch.is_inference_mode_enabled()
+            is_recorded() or torch.is_inference_mode_enabled()
         ):  # where no version tells that a tensor has changed
             return None
         dim = find_sequence_dim(layout, x) if isinstance(x, Tensor) else None
@@ -107,7 +107,7 @@ class SharedAllGather:
             return None
         ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
         how = _how(ranks, linears, x)
-        later: list[LaterOperands] | None = None if how.schedule.ahead else []
+        later: list[LaterOperands] | None = None if how.schedule.computes_ahead else []
         ahead = [
             linear
             for linear in linears
@@ -118,16 +118,16 @@ class SharedAllGather:
             how,
             ranks,
             dim=dim,
-            count=len(ahead),
-            constant=not x.requires_grad,
+            weight_count=len(ahead),
+            is_constant=not x.requires_grad,
             mesh=self._mesh,
-            given=given,
-            whole=_WHOLE,
-            check=watch.check_backward
+            input_grad_placement=given,
+            gathered_placement=_WHOLE,
+            check_backward=watch.check_backward
             if x.requires_grad
             else None,  # else backward reads no weight
-            later=later,
-            trains=any(linear.weight.requires_grad for linear in linears),
+            deferred_outputs=later,
+            trains_weights=any(linear.weight.requires_grad for linear in linears),
         )
         weights = [linear.weight for linear in ahead]
         *outputs, whole = run_operator(call, x, *weights, *[linear.bias for linear in ahead])

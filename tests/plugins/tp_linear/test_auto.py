@@ -138,7 +138,7 @@ def test_only_what_differs_is_measured():
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = Auto("auto", arms, "bulk", anew=True).make_tuning(
+        found = Auto("auto", arms, "bulk", regathers=True).make_tuning(
             wires, torch.device("cpu"), shape, direction
         )
         assert found.candidates[0] == "stock"
