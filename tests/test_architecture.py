@@ -496,7 +496,7 @@ TABLES = {
     "ovpatch.overlap.tensor_parallel.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.tp_linear_feature:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
-    "ovpatch_plugins.tp_linear.tp_linear_attach:LEFT": "names for the report",
+    "ovpatch_plugins.tp_linear.tp_linear_attach:STOCK_REASONS": "names for the report",
 }
 
 

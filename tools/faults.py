@@ -291,7 +291,7 @@ FAULTS: Final = (
     Fault(
         "a product that was computed ahead outlives a change of its weight",
         "plugins/ovpatch_plugins/tp_linear/precomputed.py",
-        "if (_version(found.weight), _version(found.bias)) != found.versions:",
+        "if (_version(pending.weight), _version(pending.bias)) != pending.versions:",
         "if False:",
         ("tests/plugins/tp_linear/test_shared.py",),
     ),

@@ -13,7 +13,7 @@ _REMARKS: Final = {
     "ovpatch_plugins.pipe_experts.all_to_all": ("_unsupported_reasons",),
     "ovpatch_plugins.pipeline.pipeline_report": ("_schedules", "_stock_reasons"),
     "ovpatch_plugins.recompute.recompute_report": ("_left", "_models", "_notes"),
-    "ovpatch_plugins.tp_linear.tp_linear_attach": ("LEFT",),
+    "ovpatch_plugins.tp_linear.tp_linear_attach": ("STOCK_REASONS",),
 }
 
 
