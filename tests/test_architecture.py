@@ -481,7 +481,7 @@ TABLES = {
     "ovpatch_plugins.dist_optimizer.param_all_gather:dropped_gathers": "all-gathers that nothing else waits for",
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report:_unmanaged": "names for the report",
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report:_remarks": "lines of the report",
-    "ovpatch_plugins.megatron.megatron_report:_LEFT": "lines of the report",
+    "ovpatch_plugins.megatron.megatron_report:_FALLBACKS": "lines of the report",
     "ovpatch_plugins.pipe_experts.all_to_all:_unsupported_reasons": "lines of the report",
     "ovpatch_plugins.pipeline.pipeline_report:_schedules": "the last schedules, for the report, which outlives them",
     "ovpatch_plugins.pipeline.pipeline_report:_stock_reasons": "lines of the report",

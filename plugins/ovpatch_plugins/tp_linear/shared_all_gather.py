@@ -58,8 +58,8 @@ class SharedAllGather:
         self._style = style
         self._mesh = mesh
         self._world = mesh.size()
-        # Whether the style prepares one positional input, and gathers it. This usual case needs no search.
         layouts = style.input_layouts or ()
+        # Whether the style prepares one positional input, and gathers it. This usual case visits no arguments.
         self._has_single_input = len(layouts) == 1 and is_gather(
             layouts[0], (style.desired_input_layouts or (None,))[0]
         )
