@@ -109,21 +109,13 @@ def none_of(*packages: str, but: tuple[str, ...] = ()) -> Callable[[str, str, bo
     return lambda name, target, eager: within(target, *packages) and not within(target, *but)
 
 
-# Imports of another plugin's package that have no room in overlap yet.
-ACROSS_PLUGINS = {
-    ("ovpatch_plugins.megatron.megatron_feature", "ovpatch_plugins.pipeline"),
-    ("ovpatch_plugins.megatron.megatron_pipeline", "ovpatch_plugins.pipeline"),
-}
-
-
 def of_another_plugin(name: str, target: str, eager: bool) -> bool:
     own = ".".join(name.split(".")[:2])
-    is_foreign = (
+    return (
         within(target, "ovpatch_plugins")
         and target != "ovpatch_plugins"
         and not within(target, own)
     )
-    return is_foreign and (name, target) not in ACROSS_PLUGINS
 
 
 def features_or_torch_at_once(name: str, target: str, eager: bool) -> bool:
