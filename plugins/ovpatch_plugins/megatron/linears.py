@@ -129,6 +129,7 @@ class LinearPatches:
         """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron must compute it."""
         weight, fuses, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
         reason = foreign_reason or self._find_foreign_function(linear)
+        # Megatron raises its own error for such a sequence.
         if group.size() > 1 and x.shape[0] % group.size():
             reason = "its sequence does not divide by the number of ranks"
         offloading = linear.config._cpu_offloading_context
@@ -152,6 +153,7 @@ class LinearPatches:
         """
         if group.size() == 1:
             return None
+        # The parameter may still be pending after a step that gathers early.
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
         reason = reason or find_unsupported(x, weight, fuses)

@@ -199,6 +199,7 @@ class PipelinePatches:
             step = None if args else self._start_step(kwargs)
             if step is None:
                 return original(*args, **kwargs)
+            # An exception must not leave a step behind, because later calls would run inside of it.
             try:
                 self._step = step
                 with self.queue.running() if step.delays_weight_grads else contextlib.nullcontext():
@@ -305,6 +306,7 @@ class PipelinePatches:
             return None
         if not x.requires_grad or extra_args.get("grad_output_buffer") is not None:
             return None
+        # The parameter may still be pending after a step that gathers early.
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
         reason = foreign_reason or find_unsupported(x, weight, fuses)
@@ -313,6 +315,7 @@ class PipelinePatches:
             return None
         compute = find_weight_grad(weight) if fuses else multiply
         entered, taken = self.queue.enter(weight, compute)
+        # The queue does not delay the gradient of this weight.
         if taken is compute:
             return None
         layers = sys.modules[_LAYERS]
@@ -389,6 +392,7 @@ class PipelinePatches:
             or find_group_reason(group, device)
         )
         agreed: _AgreedEngine | None = attached_values(model).get(_ENGINE_KEY)
+        # Ranks agree again if the group or this rank's objection has changed.
         if agreed is None or agreed.group is not group or agreed.objection != objection:
             terms = {"pipeline_schedule": self._schedule}
             limit = wait_limit_s(group, LATE_START_S)

@@ -207,6 +207,7 @@ class TPLinear(ShardedLinear):
             )
         COUNTERS.calls += 1
         output = run_operator(call, x, weight, bias)
+        # This operator returns an output for each of its linears.
         if plan.operator == "gather_linear":
             output = output[0]
         return self.finish_as_stock(linear, output) if plan.should_redistribute else output

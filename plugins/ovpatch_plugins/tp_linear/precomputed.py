@@ -141,6 +141,7 @@ class PrecomputedOutputs:
             or linear.bias is not pending.bias
         ):
             return None
+        # A hook on the gathered tensor would miss the gradient of a GEMM in the node of the gather.
         if _capture_conditions(x) != self._conditions or x._backward_hooks or x.retains_grad:
             return None
         if pending.memory is None:
@@ -174,6 +175,7 @@ class PrecomputedOutputs:
             )
         return True
 
+    # The last reference goes with the gathered tensor, after which no linear can claim an output.
     def __del__(self) -> None:
         COUNTERS.unused += sum(pending.memory is None for pending in self._pending_outputs.values())
 

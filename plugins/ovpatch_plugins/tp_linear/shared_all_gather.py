@@ -38,7 +38,8 @@ class SharedAllGather:
     in a forward pre-hook of the parent. The linears that read it are children of the parent, sharded by columns, with a
     replicated input. The gather and their GEMMs are one autograd node. Its backward sums the input gradients, sends
     one reduce-scatter, and hides it under the weights' gradients. An output waits until its linear is called with the
-    very tensor. A schedule that splits the gather fills it then; otherwise the linear computes into its empty output.
+    very tensor. If the schedule splits the gather, the output is computed with it. Otherwise the output is empty
+    memory until the linear computes into it.
 
     [Note: same collectives on all ranks] A hook, a profiler or a counter may be on one rank alone, so no collective
     depends on the linears that are computed ahead. Forward gathers once. Backward sums over the ranks once: the
@@ -121,10 +122,11 @@ class SharedAllGather:
         linears = find_readers(module, self._mesh, x)
         if not linears:
             return None
+        # The ranks agree on the settings when they first use this group.
         ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
         config = _choose_config(ranks, linears, x)
         deferred: list[DeferredOperands] | None = None if config.schedule.computes_ahead else []
-        attached_linears = [
+        node_linears = [
             linear
             for linear in linears
             if can_share_node(linear, module if deferred is None else None)
@@ -134,7 +136,7 @@ class SharedAllGather:
             config,
             ranks,
             dim=dim,
-            weight_count=len(attached_linears),
+            weight_count=len(node_linears),
             is_constant=not x.requires_grad,
             mesh=self._mesh,
             input_grad_placement=input_grad_placement,
@@ -142,14 +144,16 @@ class SharedAllGather:
             # Without a gradient of the input, backward reads no weight.
             check_backward=guard.check_backward if x.requires_grad else None,
             deferred_outputs=deferred,
+            # This fact decides about a collective in backward. All readers are the same on all ranks, but the linears
+            # in the node may differ.
             trains_weights=any(linear.weight.requires_grad for linear in linears),
         )
-        weights = [linear.weight for linear in attached_linears]
+        weights = [linear.weight for linear in node_linears]
         *outputs, gathered = run_operator(
-            call, x, *weights, *[linear.bias for linear in attached_linears]
+            call, x, *weights, *[linear.bias for linear in node_linears]
         )
         PRECOMPUTED[id(gathered)] = PrecomputedOutputs(
-            gathered, attached_linears, outputs, guard, dim, deferred
+            gathered, node_linears, outputs, guard, dim, deferred
         )
         return gathered
 

@@ -65,6 +65,7 @@ def apply_to_linear(
     apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
     """Call ``ColwiseParallel._apply`` or ``RowwiseParallel._apply``, and attach to the module."""
+    # A rank outside of the mesh has no part in its groups.
     can_agree = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
     if can_agree:
         with note_failures("tp_linear", f"sharding a linear by {type(style).__name__}"):
@@ -240,6 +241,7 @@ def _recover_linear(linear: nn.Linear) -> bool:
         for key, hook in linear._forward_hooks.items()
         if "output_fn" in (found := _read_closure(hook))
     }
+    # With other numbers of hooks, the script has parallelized the linear twice, or not by a style.
     if len(pre) != 1 or len(post) != 1:
         return False
     (prepare,), (finish,) = pre.values(), post.values()

@@ -194,7 +194,7 @@ def drop_a_model() -> tuple[int, int]:
     with ovpatch.applied("megatron"):
         train(Case(steps=1))
         gc.collect()
-        return COUNTERS.pipeline_steps - before, len(find_owners(pipeline._ENGINE))
+        return COUNTERS.pipeline_steps - before, len(find_owners(pipeline._ENGINE_KEY))
 
 
 def test_a_model_goes_with_its_engine(ranks):
