@@ -62,6 +62,7 @@ def make_result(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
     returned, and Megatron's cross-entropy writes in place.
     """
     result = from_rows(rows, shape, dim)
+    # Autograd does not treat the result of _unsafe_view as a view. The rows are fresh, so no other tensor shares them.
     if result._is_view():
         result = torch.ops.aten._unsafe_view.default(rows, result.shape)
     return result
@@ -186,6 +187,7 @@ def unwrap_grad(grad: Any, placement: Any) -> Tensor:
     """
     if placement is None or not isinstance(grad, DTensor):
         return wait_for_collective(grad)
+    # Autograd may add up gradients of several readers in another placement.
     if grad._spec.placements != (placement,):
         grad = grad.redistribute(placements=(placement,))
     return wait_for_collective(grad._local_tensor)

@@ -106,6 +106,7 @@ def _once_differentiable(backward: Callable[..., Any]) -> Any:
     def run(ctx: Any, *grads: Any) -> Any:
         chosen = differentiated if torch.is_grad_enabled() else backward
         kind = ctx.call.ranks.kind
+        # The context manager takes host time, so it is entered only if autocast is on.
         if not torch.is_autocast_enabled(kind):
             return chosen(ctx, *grads)
         with torch.autocast(kind, enabled=False):
@@ -249,6 +250,7 @@ class GatheredLinears(torch.autograd.Function):
             input_grad = call.config.schedule.gather_linear_backward(
                 call.ranks, ColumnGrads([], None, [], None, dtype, term)
             )
+        # All ranks have this gradient, so no collective is needed.
         if full_grad is not None:
             own_rows = full_grad.view(call.ranks.world, -1, full_grad.shape[1])[call.ranks.rank]
             # A view would keep the rows of all ranks alive.

@@ -75,6 +75,7 @@ class TPGroup:
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Gather ``[m, k]`` into ``[world * m, k]``."""
+        # run() gathers on the current stream, without the events of a start and a wait.
         if _has_modes():
             gathered, pending = self.all_gather(rows)
             pending.wait()
@@ -109,6 +110,7 @@ class TPGroup:
         if not _has_modes():
             return WorkGroup(self._all_reduce([rows]))
         total, works = dispatch("all_reduce", (rows, "sum", self._name), self._start_reduce)
+        # The functional operator returns a new tensor, but callers read the sum in place.
         return WorkGroup([WorkWithEpilogue(works, lambda: rows.copy_(total))])
 
     def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
@@ -153,6 +155,7 @@ _default_group: dist.ProcessGroup | None = None
 def get_generation() -> int:
     """Return a number that changes when settings may have changed, or process groups were created again."""
     global _generation, _default_group
+    # A script may destroy all groups and create them again. The new default group is another object.
     if distributed_c10d.GroupMember.WORLD is not _default_group:
         _default_group = distributed_c10d.GroupMember.WORLD
         _generation += 1
@@ -160,7 +163,7 @@ def get_generation() -> int:
 
 
 def drop_tp_groups() -> None:
-    """Drop the values of all groups, and make ranks compare their settings again."""
+    """Drop all :class:`TPGroup` objects, and make ranks compare their settings again."""
     global _generation
     _generation += 1
     drop_values(TPGroup)

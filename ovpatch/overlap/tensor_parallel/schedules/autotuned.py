@@ -211,6 +211,7 @@ class Auto(Bulk):
         return forward.gather_linear(ranks, x, weights, biases, needs_gathered)
 
     def gather_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
+        # The key must be that of forward, although some outputs may have no gradient.
         grad = next(grad for grad in request.output_grads if grad is not None)
         rows, weight = len(grad) // ranks.world, request.weights[0]
         shape = Shape(

@@ -107,16 +107,19 @@ def _try_gather_linear(
     The linears that are computed with a gather may differ between ranks, so their weights do not decide whether kernels
     are used. A GEMM that the kernel does not support follows the kernel.
     """
+    # The features of the input are the same on all ranks, and those of the outputs may differ.
     workspace = find_workspace(ranks, x.dtype, x.device, [x.shape[1]])
     if workspace is None:
         return None
     launch = _import_launch()
     supported = [i for i, weight in enumerate(weights) if is_supported(x.dtype, weight.shape[0])]
     fused_indices = supported[: launch.MAX_WEIGHTS]
-    used = match_layouts([weights[i] for i in fused_indices])
+    operands = match_layouts([weights[i] for i in fused_indices])
     added = [biases[i] for i in fused_indices]
     rows = align_rows(x)
-    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, rows, used, added)
+    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(
+        workspace, rows, operands, added
+    )
     if found is None:
         return None
     operator_counts.counts.fused += len(fused_indices)
@@ -153,28 +156,33 @@ def _try_input_grad_scatter(
     The linears with gradients, and the terms of other readers of a gathered input, may differ between ranks as well.
     Peers cannot distinguish rows that this rank stores without a GEMM from the tiles of a GEMM.
     """
-    used = [
+    operands = [
         (grad, weight)
         for grad, weight in zip(request.output_grads, request.weights, strict=True)
         if grad is not None
     ]
-    like = used[0][1] if request.extra_term is None else request.extra_term
+    # Without a gradient of an output, the other term shows the features of the input.
+    like = operands[0][1] if request.extra_term is None else request.extra_term
     workspace = find_workspace(ranks, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
     launch = _import_launch()
     are_all_supported = all(
-        is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used
+        is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in operands
     )
     # Peers take part in a kernel, whatever this rank computes. So if no kernel supports its GEMMs, it computes them
     # first, and a kernel stores the result.
-    if request.extra_term is not None or not are_all_supported or len(used) > launch.MAX_WEIGHTS:
+    if (
+        request.extra_term is not None
+        or not are_all_supported
+        or len(operands) > launch.MAX_WEIGHTS
+    ):
         found: Tensor | None = launch.scatter(
             workspace, align_rows(request.compute_input_grad(dtype))
         )
         return found
     return _try_linear_scatter(
-        ranks, [grad for grad, _ in used], [weight.t() for _, weight in used]
+        ranks, [grad for grad, _ in operands], [weight.t() for _, weight in operands]
     )
 
 

@@ -81,7 +81,7 @@ def _wait_in_backward(pending: WorkGroup) -> None:
 class Chunk(Bulk):
     """The schedule that splits rows into chunks, each with rows of every rank.
 
-    If the number of rows does not divide by the number of chunks, there are fewer chunks.
+    If the number of rows does not divide by the number of chunks, the next smaller number that divides is used.
     """
 
     computes_ahead = True
@@ -118,6 +118,7 @@ class Chunk(Bulk):
             # Each chunk has rows of every owner, because a reduce-scatter gives all ranks the same number of rows.
             terms = linear(rows_by_rank[:, rows].reshape(-1, x.shape[1]), weight, bias)
             in_flight.append((rows, *ranks.reduce_scatter(terms)))
+        # The waits come after all GEMMs, so that a collective runs under the GEMM of the next chunk.
         for rows, part, pending in in_flight:
             pending.wait()
             result[rows] = part
@@ -149,6 +150,7 @@ class Chunk(Bulk):
         result = x.new_empty((len(x), len(weight)))
         in_flight = []
         for rows in self._split_rows(len(x)):
+            # The all-reduce of a chunk runs in place, under the GEMM of the next chunk.
             linear(x[rows], weight, bias, out=result[rows])
             in_flight.append(ranks.all_reduce(result[rows]))
         for pending in in_flight:
@@ -156,7 +158,6 @@ class Chunk(Bulk):
         return result
 
     def _split_rows(self, rows: int) -> list[slice]:
-
         count = max((count for count in range(1, self.chunks + 1) if rows % count == 0), default=1)
         return [slice(i * (rows // count), (i + 1) * (rows // count)) for i in range(count)]
 
@@ -211,6 +212,7 @@ class Ring(Chunk):
         outs_by_rank = [out.view(world, len(x), -1) for out in outs]
         rows_by_rank[rank].copy_(x)
         for step in range(world):
+            # A rank passes on the rows that it multiplies. Index -1 is the last rank, because the ring is closed.
             owner = (rank - step) % world
             pending = None
             # The rows of the next step arrive under the GEMMs of this step. The last step needs no further rows.
