@@ -39,6 +39,7 @@ class BucketChain:
     def start_in_order(self, index: int, start: Callable[[], None]) -> None:
         """Start the reduction of a ready group, once the reductions of all groups before it have started."""
         COUNTERS.held += index != self._next
+        # One start may be followed by the starts of groups that were ready earlier.
         self._starts[index] = start
         while (start_ready := self._starts.pop(self._next, None)) is not None:
             self._next += 1
@@ -86,6 +87,7 @@ def find_place(group: Any) -> BucketPlace | None:
 def attach_to_model(model: Any) -> None:
     """Give the bucket groups of a model in Megatron's DistributedDataParallel their places."""
     for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
+        # Dense and expert groups are reduced over different process groups, so each family has its own order.
         chain = BucketChain(model)
         for index, group in enumerate(groups):
             attached_values(group)[_PLACE] = BucketPlace(chain, index)

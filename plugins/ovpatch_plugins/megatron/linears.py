@@ -107,6 +107,7 @@ class LinearPatches:
         group, reason = extra_args.get("tp_group"), foreign_reason
         if group is None:
             group = _layers().get_tensor_model_parallel_group_if_none(None)
+        # An operator must not ignore an argument that it does not know.
         for name, value in extra_args.items():
             if value is not None and name not in _IGNORED_ARGUMENTS:
                 reason = f"an operator does not support {name}"
@@ -162,6 +163,7 @@ class LinearPatches:
             with note_failures("megatron", f"the first {kind}-parallel linear"):
                 self._agree(group, x)
             self._agreed_group = weakref.ref(group)
+        # A delayed weight gradient gains by its place after the send, even if the GEMM is small.
         is_delayed = self._queue is not None and self._queue.is_active
         if x.is_cuda and not reason and not is_delayed:
             rows = x.numel() // x.shape[-1] * (group.size() if kind == "column" else 1)
@@ -210,6 +212,7 @@ def wrap_function(
             ``sequence_parallel`` and the remaining arguments by name. Returns the output, or None if Megatron must
             compute it. Megatron does so under a compiler, which would recompile for values that change between steps.
     """
+    # Callers may pass the last arguments by position.
     names = list(inspect.signature(original).parameters)[6:]
 
     @functools.wraps(original)
@@ -318,7 +321,9 @@ def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> T
     The kernels belong to Apex. If DistributedDataParallel counts gradients, autograd gets a dummy gradient, so that the
     hook is called on the thread of the backward.
     """
-    layers, weight.main_grad = _layers(), main_grad
+    layers = _layers()
+    # The saved weight may be another tensor object without this attribute. Megatron sets it here as well.
+    weight.main_grad = main_grad
     kernels = layers.fused_weight_gradient_mlp_cuda
     if main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(x, grad, main_grad)
@@ -329,14 +334,13 @@ def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> T
             f"ovpatch: gradient_accumulation_fusion cannot add to a main_grad of {main_grad.dtype}: use float32, "
             "float16 or bfloat16, or turn gradient_accumulation_fusion off"
         )
+    # Without this attribute no hook waits for a gradient from autograd.
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     should_zero = bool(getattr(weight, "zero_out_wgrad", False))
     if layers.HAVE_TE:
-        dummy: Tensor = layers.get_dummy_wgrad(
-            list(main_grad.shape), x.dtype, should_zero=should_zero
-        )
+        dummy: Tensor = layers.get_dummy_wgrad(list(main_grad.shape), x.dtype, zero=should_zero)
         return dummy
     return (x.new_zeros if should_zero else x.new_empty)(main_grad.shape)
 

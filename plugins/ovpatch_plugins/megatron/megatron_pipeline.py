@@ -66,6 +66,7 @@ _ENGINE_KEY: Final = "megatron: engine"
 def close_all() -> None:
     """Close the engines of all pipelines."""
     for model, agreed in find_owners(_ENGINE_KEY):
+        # Ranks may also have agreed that there is no engine.
         if agreed.engine is not None:
             agreed.engine.close()
         del attached_values(model)[_ENGINE_KEY]
@@ -119,6 +120,7 @@ class _Step:
             result: list[Tensor | None] = [*self._engine.receive(shapes, is_forward=is_forward)]
         except LoopError as error:
             raise _make_order_error(error) from error
+        # The first stage receives nothing, and Megatron expects None for each tensor.
         return result or [None] * len(shapes)
 
     def send(self, tensors: Any) -> None:
@@ -129,6 +131,7 @@ class _Step:
 
     def compute(self, microbatch: int) -> None:
         """Compute a microbatch's weight gradients."""
+        # The engine's order has a place for weight gradients even if this stage delays none.
         if not len(self._queue):
             return
         # Megatron counts gradients from its last backward on, but it must count only those of the last microbatch.
@@ -193,9 +196,11 @@ class PipelinePatches:
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            # A loss that runs another pipeline calls this function inside of a step.
             if self._step is not None:
                 with self._pause_step():
                     return original(*args, **kwargs)
+            # Megatron's signature has only keyword parameters. Positional arguments are those of an unknown version.
             step = None if args else self._start_step(kwargs)
             if step is None:
                 return original(*args, **kwargs)
@@ -257,6 +262,7 @@ class PipelinePatches:
         name = original.__name__
         timer, sends, receives = _TIMERS[name], name.startswith("send"), "recv" in name
         is_forward = name.endswith("recv_forward")
+        # Callers may pass the arguments by position.
         names = list(inspect.signature(original).parameters)[1:]
 
         @functools.wraps(original)
@@ -304,6 +310,7 @@ class PipelinePatches:
         """Return a linear's output; None if Megatron's backward computes the weight's gradient."""
         if not self.queue.is_active or sequence_parallel or torch.compiler.is_compiling():
             return None
+        # With a buffer, Megatron defers the weight's gradient itself.
         if not x.requires_grad or extra_args.get("grad_output_buffer") is not None:
             return None
         # The parameter may still be pending after a step that gathers early.

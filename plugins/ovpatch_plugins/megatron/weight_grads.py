@@ -163,6 +163,7 @@ class WeightGradQueue:
             or not weight.is_leaf
         ):
             return weight, compute
+        # A weight gets its hook at its first use in a step. Its later uses are held as well.
         if key not in self._hold_handles:
             known = self._known_weights.get(key)
             if known is None or known[0]() is not weight:
@@ -181,6 +182,7 @@ class WeightGradQueue:
             self._hold_handles[key] = weight.register_hook(
                 functools.partial(self._hold_grad, weight)
             )
+        # With a detached tensor in the graph, this backward hands no gradient to the weight.
         return weight.detach().requires_grad_(), functools.partial(
             self._queue_part, weight, compute
         )
@@ -204,6 +206,7 @@ class WeightGradQueue:
 
     def _hold_grad(self, weight: Tensor, grad: Tensor | None) -> Tensor | None:
         """Hold a gradient from another source than the linear; return a gradient that changes no bit of a sum."""
+        # The due gradient itself passes this hook as well.
         if self._is_computing:
             return None
         self._record_sources(weight, has_one_source=False)

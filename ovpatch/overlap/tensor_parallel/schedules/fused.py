@@ -114,11 +114,11 @@ def _try_gather_linear(
     launch = _import_launch()
     supported = [i for i, weight in enumerate(weights) if is_supported(x.dtype, weight.shape[0])]
     fused_indices = supported[: launch.MAX_WEIGHTS]
-    operands = match_layouts([weights[i] for i in fused_indices])
-    added = [biases[i] for i in fused_indices]
+    fused_weights = match_layouts([weights[i] for i in fused_indices])
+    fused_biases = [biases[i] for i in fused_indices]
     rows = align_rows(x)
     found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(
-        workspace, rows, operands, added
+        workspace, rows, fused_weights, fused_biases
     )
     if found is None:
         return None
