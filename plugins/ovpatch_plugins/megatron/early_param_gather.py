@@ -46,15 +46,15 @@ class _KeptTensors:
         nodes = [node for model in optimizer.model_chunks for node in model.grad_accs]
         # A bf16 or fp16 shard is a view, and its base is another tensor than the parameter.
         self.owner_counts = Counter(map(id, [*(node.variable for node in nodes), *bases]))
-        tensor_counts = [*shards, *bases]
+        tensors = [*shards, *bases]
         for buffer in optimizer.buffers:
-            tensor_counts += (
+            tensors += (
                 buffer.param_data,
                 *buffer.params,
                 *(bucket.param_data for bucket in buffer.buckets),
             )
         self._tensor_counts = Counter(
-            map(_find_memory, {id(tensor): tensor for tensor in tensor_counts}.values())
+            map(_find_memory, {id(tensor): tensor for tensor in tensors}.values())
         )
 
     def count_tensors(self, groups: Iterable[Any]) -> Counter[int]:

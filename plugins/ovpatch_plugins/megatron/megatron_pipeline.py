@@ -200,11 +200,11 @@ class PipelinePatches:
             if self._step is not None:
                 with self._pause_step():
                     return original(*args, **kwargs)
-            # Megatron's signature has only keyword parameters. Positional arguments are those of an unknown version.
+            # Megatron's signature has only keyword parameters. Positional arguments belong to an unknown version.
             step = None if args else self._start_step(kwargs)
             if step is None:
                 return original(*args, **kwargs)
-            # An exception must not leave a step behind, because later calls would run inside of it.
+            # An exception must also clear the step, because later calls would run inside of it.
             try:
                 self._step = step
                 with self.queue.running() if step.delays_weight_grads else contextlib.nullcontext():
