@@ -37,7 +37,7 @@ def multiply_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | No
 
 def accumulate_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add to the existing gradient as part of the GEMM, unless a hook would miss that; see :data:`WeightGrad`."""
-    target = _accumulation_target(weight)
+    target = _find_accumulation_target(weight)
     if target is None:
         return multiply_weight_grad(weight, grad, x)
     # A GEMM can add only to a tensor of its operands' dtype.
@@ -111,7 +111,7 @@ class ParamGrads:
                 self.biases[i] = wrap_grad(grad.sum(0).to(bias.dtype), bias)
 
 
-def _accumulation_target(weight: Tensor) -> Tensor | None:
+def _find_accumulation_target(weight: Tensor) -> Tensor | None:
     """Return the tensor to which the weight's gradient can be added outside of autograd, or None.
 
     This is ``weight.main_grad``, a name of Megatron's, or otherwise the gradient of earlier microbatches. A weight with

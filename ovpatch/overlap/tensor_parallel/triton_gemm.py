@@ -30,7 +30,7 @@ from ovpatch.overlap.kernels.workspace_kernels import (
 
 
 @triton.jit
-def tile_in(t, blocks, across, GROUP: tl.constexpr):
+def find_tile(t, blocks, across, GROUP: tl.constexpr):
     """Return row and column of the ``t``-th of ``blocks * across`` tiles.
 
     Tiles go down ``GROUP`` rows, then to the right.
@@ -42,7 +42,7 @@ def tile_in(t, blocks, across, GROUP: tl.constexpr):
 
 
 @triton.jit
-def tile_by_owner(t, rank, blocks, across, GROUP: tl.constexpr, WORLD: tl.constexpr):
+def find_tile_by_owner(t, rank, blocks, across, GROUP: tl.constexpr, WORLD: tl.constexpr):
     """Return owner, row and column of the ``t``-th tile.
 
     In each group of rows, the tiles of the next rank come first, and this rank's own tiles last.
@@ -56,7 +56,7 @@ def tile_by_owner(t, rank, blocks, across, GROUP: tl.constexpr, WORLD: tl.conste
 
 
 @triton.jit
-def weight_descriptor(weight, n, K, KN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def make_weight_descriptor(weight, n, K, KN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Return a descriptor that loads tiles of a weight, ``[n, K]`` or, with ``KN``, ``[K, n]``."""
     if KN:
         return tl.make_tensor_descriptor(weight, [K, n], [n, 1], [BK, BN])
@@ -203,7 +203,7 @@ def gather_gemm_kernel(
         )
         # With one weight, the descriptors are the same for all tiles.
         if COUNT == 1:
-            w_d = weight_descriptor(w0, n0, K, KN, BN, BK)
+            w_d = make_weight_descriptor(w0, n0, K, KN, BN, BK)
             out_d = tl.make_tensor_descriptor(
                 out0, [WORLD, m, n0], [tl.cast(m, tl.int64) * n0, n0, 1], [1, BM, BN // (1 + SPLIT)]
             )
@@ -216,7 +216,7 @@ def gather_gemm_kernel(
         for t in tl.range(first, WORLD * tiles, step):
             # Tiles come in the order in which rows arrive: own rows first, then the rows of the next rank.
             source = (rank + t // tiles) % WORLD
-            i, j = tile_in(t % tiles, blocks, across, GROUP)
+            i, j = find_tile(t % tiles, blocks, across, GROUP)
             if source != rank:
                 wait_here(arrived + source * blocks + i, columns)
                 before_descriptors()
@@ -225,12 +225,14 @@ def gather_gemm_kernel(
             else:
                 column = (j - _pick(j, end0, end1, 0, end0, end1, COUNT)) * BN
                 n = _pick(j, end0, end1, n0, n1, n2, COUNT)
-                w_d = weight_descriptor(_pick(j, end0, end1, w0, w1, w2, COUNT), n, K, KN, BN, BK)
+                w_d = make_weight_descriptor(
+                    _pick(j, end0, end1, w0, w1, w2, COUNT), n, K, KN, BN, BK
+                )
             acc = add_tile(
                 tl.zeros((BM, BN), tl.float32), a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK
             )
             if bias0 is not None:
-                acc += _row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
+                acc += _load_row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
             if COUNT > 1:
                 out = _pick(j, end0, end1, out0, out1, out2, COUNT)
                 out_d = tl.make_tensor_descriptor(
@@ -253,7 +255,7 @@ def _pick(j, end0, end1, of0, of1, of2, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _row(bias, column, n, BN: tl.constexpr):
+def _load_row(bias, column, n, BN: tl.constexpr):
     columns = column + tl.arange(0, BN)
     return tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[None, :]
 
@@ -280,22 +282,22 @@ def gemm_scatter_kernel(
     a0_d = tl.make_tensor_descriptor(
         x0, [WORLD, m, K0], [tl.cast(m, tl.int64) * K0, K0, 1], [1, BM, BK]
     )
-    b0_d = weight_descriptor(w0, n, K0, KN, BN, BK)
+    b0_d = make_weight_descriptor(w0, n, K0, KN, BN, BK)
     if COUNT > 1:
         a1_d = tl.make_tensor_descriptor(
             x1, [WORLD, m, K1], [tl.cast(m, tl.int64) * K1, K1, 1], [1, BM, BK]
         )
-        b1_d = weight_descriptor(w1, n, K1, KN, BN, BK)
+        b1_d = make_weight_descriptor(w1, n, K1, KN, BN, BK)
     if COUNT > 2:
         a2_d = tl.make_tensor_descriptor(
             x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK]
         )
-        b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
+        b2_d = make_weight_descriptor(w2, n, K2, KN, BN, BK)
     blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
     # Owners must have read the terms of the operator before the last one, which used the same half.
     wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
-        owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
+        owner, i, j = find_tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
         acc = add_tile(
             tl.zeros((BM, BN), tl.float32), a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK
         )
@@ -304,7 +306,7 @@ def gemm_scatter_kernel(
         if COUNT > 2:
             acc = add_tile(acc, a2_d, b2_d, owner, i * BM, j * BN, K2, KN, BM, BN, BK)
         if bias is not None:
-            acc += _row(bias, j * BN, n, BN)
+            acc += _load_row(bias, j * BN, n, BN)
         slot = half_of(peers, owner, sequence, half_bytes, x0) + tl.cast(rank, tl.int64) * m * n
         slot_d = tl.make_tensor_descriptor(slot, [m, n], [n, 1], [BM, BN // (1 + SPLIT)])
         store_plain(slot_d, acc, i * BM, j * BN, BM, BN, SPLIT)

@@ -82,7 +82,7 @@ _PULLERS_STEP = 4
 _MAX_CACHED_BYTES: Final = 24 * 2**20
 
 
-def gather_tiles(
+def choose_gather_tiles(
     m: int, k: int, features: Sequence[int], itemsize: int, world: int, programs: int
 ) -> Tiles:
     """Return the tiles for GEMMs of gathered rows.
@@ -101,14 +101,14 @@ def gather_tiles(
     pullers = min(max(_PULLERS_STEP * math.ceil(share / _PULLERS_STEP), _MIN_PULLERS), _MAX_PULLERS)
 
     # The last rows to arrive take one more turn.
-    def duration(tiles: Tiles) -> float:
+    def estimate_duration(tiles: Tiles) -> float:
         count = world * -(-m // tiles.rows) * sum(-(-n // tiles.columns) for n in features)
         return (1 - -count // max(programs - pullers, 1)) * _RELATIVE_TURN_TIMES[tiles]
 
-    return replace(min(_RELATIVE_TURN_TIMES, key=duration), pullers=pullers)
+    return replace(min(_RELATIVE_TURN_TIMES, key=estimate_duration), pullers=pullers)
 
 
-def scatter_tiles(n: int, k: int, itemsize: int) -> Tiles:
+def choose_scatter_tiles(n: int, k: int, itemsize: int) -> Tiles:
     """Return the tiles for GEMMs whose results are stored to their owners.
 
     Args:
@@ -147,7 +147,7 @@ def gather_linear(
         x: This rank's rows, ``[m, k]``.
         weights: At most :data:`MAX_WEIGHTS` weights, ``[n_i, k]`` each, all contiguous or all transposed.
         biases: The biases, ``[n_i]`` or None.
-        tiles: The tiles. Default: :func:`gather_tiles` chooses them.
+        tiles: The tiles. Default: :func:`choose_gather_tiles` chooses them.
 
     Returns:
         The outputs, ``[world * m, n_i]`` each, and the gathered rows, ``[world * m, k]``. None if the workspace cannot
@@ -156,7 +156,7 @@ def gather_linear(
     Raises:
         ValueError: A weight or bias does not fit the rows.
     """
-    # All tiles that gather_tiles() chooses have the same number of rows.
+    # All tiles that choose_gather_tiles() chooses have the same number of rows.
     blocks = -(-x.shape[0] // (tiles or WIDE).rows)
     with _use_device_of(x):
         if not workspace.begin_operator(x.numel() * x.element_size(), workspace.world * blocks):
@@ -194,7 +194,7 @@ def linear_scatter(
         xs: At most :data:`MAX_WEIGHTS` contiguous inputs, ``[world * m, k_i]`` each.
         weights: Their weights, ``[n, k_i]`` each, all contiguous or all transposed.
         bias: This rank's term of the bias, ``[n]``. Default: none.
-        tiles: The tiles. Default: :func:`scatter_tiles` chooses them.
+        tiles: The tiles. Default: :func:`choose_scatter_tiles` chooses them.
 
     Returns:
         This rank's rows, ``[m, n]``. None if the workspace cannot be allocated now.
@@ -250,7 +250,7 @@ class _GatherLinear:
                     bias.shape == weight.shape[:1] and bias.dtype == x.dtype, "a bias", bias, weight
                 )
         features = [len(weight) for weight in weights]
-        tiling = tiles or gather_tiles(m, k, features, x.element_size(), world, programs)
+        tiling = tiles or choose_gather_tiles(m, k, features, x.element_size(), world, programs)
         # At least one program must multiply.
         pullers = min(tiling.pullers, programs - 1)
         self._has_bias = any(bias is not None for bias in biases)
@@ -336,7 +336,7 @@ class _LinearScatter:
             )
         if bias is not None:
             _check_operand(bias.shape == (n,) and bias.dtype == x.dtype, "a bias", bias, weights[0])
-        tiling = tiles or scatter_tiles(n, sum(features), x.element_size())
+        tiling = tiles or choose_scatter_tiles(n, sum(features), x.element_size())
         sizes = (
             workspace.peers, workspace.state, workspace.rank, m, n, *_pad_to_three(features, 0), workspace.half_bytes,
             len(xs), _is_transposed(weights[0]), world,

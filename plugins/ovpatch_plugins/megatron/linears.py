@@ -106,7 +106,7 @@ class LinearPatches:
             return None
         group, reason = extra_args.get("tp_group"), foreign_reason
         if group is None:
-            group = _layers().get_tensor_model_parallel_group_if_none(None)
+            group = _get_layers().get_tensor_model_parallel_group_if_none(None)
         # An operator must not ignore an argument that it does not know.
         for name, value in extra_args.items():
             if value is not None and name not in _IGNORED_ARGUMENTS:
@@ -188,7 +188,7 @@ class LinearPatches:
 
     def _find_foreign_function(self, linear: Any) -> str:
         """Return :func:`_read_foreign_function`, which is called again only if a function has changed."""
-        layers = _layers()
+        layers = _get_layers()
         current: list[Any] = []
         for name in _REPLACED_FUNCTIONS:
             function = getattr(layers, name, None)
@@ -275,7 +275,7 @@ def _find_no_gain_reason(schedule: str, flop: int, min_flop: float) -> str:
 
 def _read_foreign_function(linear: Any) -> str:
     """Return the remark that another library has patched a function that our operator replaces; "" if none has."""
-    layers = _layers()
+    layers = _get_layers()
     functions = {name: getattr(layers, name, None) for name in _REPLACED_FUNCTIONS}
     functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)
     for name, function in functions.items():
@@ -321,7 +321,7 @@ def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> T
     The kernels belong to Apex. If DistributedDataParallel counts gradients, autograd gets a dummy gradient, so that the
     hook is called on the thread of the backward.
     """
-    layers = _layers()
+    layers = _get_layers()
     # The saved weight may be another tensor object without this attribute. Megatron sets it here as well.
     weight.main_grad = main_grad
     kernels = layers.fused_weight_gradient_mlp_cuda
@@ -345,5 +345,5 @@ def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> T
     return (x.new_zeros if should_zero else x.new_empty)(main_grad.shape)
 
 
-def _layers() -> Any:
+def _get_layers() -> Any:
     return sys.modules[_LAYERS]

@@ -88,11 +88,11 @@ class ShardedLinear:
     def plan_for_plain(self, x: Tensor) -> OpPlan | None:
         """Return the plan for a plain tensor, which has the style's layout; None for stock PyTorch."""
         if self.is_column:
-            return self._column_plan(x, self.input_layouts[0], None)
+            return self._make_column_plan(x, self.input_layouts[0], None)
         # Stock PyTorch redistributes an input with another layout before the GEMM.
         if self.input_layouts != self.gemm_layouts and self.input_layouts != (Shard(x.dim() - 1),):
             return None
-        return self._row_plan(x, None)
+        return self._make_row_plan(x, None)
 
     def plan_for_dtensor(self, x: DTensor) -> OpPlan | None:
         """Return the plan for a DTensor's own layout; None for stock PyTorch."""
@@ -101,20 +101,24 @@ class ShardedLinear:
         if not self.is_column:
             features = (Shard(x.dim() - 1),)
             as_said = self.input_layouts in (self.gemm_layouts, features)
-            return self._row_plan(x, features[0]) if as_said and x.placements == features else None
+            return (
+                self._make_row_plan(x, features[0])
+                if as_said and x.placements == features
+                else None
+            )
         if x.placements != self.input_layouts:
             # Stock PyTorch reinterprets or redistributes it.
             return None
         # Each rank's gradient of a replicated DTensor is a term of a sum, which autograd reduces later.
         if x.placements == self.gemm_layouts:
-            return self._column_plan(x, x.placements[0], Partial())
+            return self._make_column_plan(x, x.placements[0], Partial())
         # Ranks with shards of different sizes cannot gather them in one collective.
         placement = x.placements[0]
         if isinstance(placement, Shard) and x.shape[placement.dim] % self._world:
             return None
-        return self._column_plan(x, placement, placement)
+        return self._make_column_plan(x, placement, placement)
 
-    def _column_plan(
+    def _make_column_plan(
         self, x: Tensor, layout: Placement, input_grad_placement: Placement | None
     ) -> OpPlan | None:
         features = Shard(x.dim() - 1)
@@ -139,7 +143,7 @@ class ShardedLinear:
             )
         )
 
-    def _row_plan(self, x: Tensor, input_grad_placement: Placement | None) -> OpPlan | None:
+    def _make_row_plan(self, x: Tensor, input_grad_placement: Placement | None) -> OpPlan | None:
         layout = self.output_layouts[0]
         if layout.is_replicate():
             return OpPlan(

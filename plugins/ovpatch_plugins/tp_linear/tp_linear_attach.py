@@ -129,7 +129,7 @@ def attach_to_gather(
         for name in ("_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
     )
     # With several gathers, the gather that a linear reads is unknown. If the gathered tensor is no DTensor, each linear
-    # of stock PyTorch sums its gradient over the ranks.
+    # of stock PyTorch sums its input's gradient over the ranks itself, and one shared sum would differ.
     has_one_gather = sum(is_gather(*pair) for pair in _list_layouts(style)) == 1
     if overridden or not has_one_gather or mesh.ndim != 1 or style.use_local_output:
         return

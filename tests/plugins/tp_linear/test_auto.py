@@ -332,9 +332,9 @@ def test_measuring_leaves_nothing_behind(ranks):
 
 def test_what_schedules_are_raced():
     arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
-    assert autotuned._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
-    assert autotuned._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
-    assert autotuned._distinct(arms, "linear_scatter_backward") == (
+    assert autotuned._list_distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
+    assert autotuned._list_distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
+    assert autotuned._list_distinct(arms, "linear_scatter_backward") == (
         "stock",
         "ring",
         "chunk",

@@ -63,7 +63,7 @@ def round_rows(rows: int) -> int:
     return max((rows + step // 2) // step * step, 1)
 
 
-def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
+def _list_distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
     """Return the names of the schedules, except those that compute a method exactly as an earlier one."""
     name_by_functions: dict[Any, str] = {}
     for name, schedule in schedules.items():
@@ -101,17 +101,17 @@ def _make_call(
             ranks, x, weights, [None] * len(weights), True
         )
     if method == "gather_linear_backward":
-        grads, saved_input = (
-            [draw_random(all_rows, n) for n in shape.features],
-            draw_random(shape.rows if regathers else all_rows, shape.k),
-        )
+        grads = [draw_random(all_rows, n) for n in shape.features]
+        saved_input = draw_random(shape.rows if regathers else all_rows, shape.k)
 
-        def take(gathered: Tensor, output_grads: Sequence[Tensor | None]) -> object:
+        def compute_grads(gathered: Tensor, output_grads: Sequence[Tensor | None]) -> object:
             return [
                 compute_weight_grad(grad, gathered) for grad in output_grads if grad is not None
             ]
 
-        request = ColumnGrads(grads, saved_input, weights, take, shape.dtype, regathers=regathers)
+        request = ColumnGrads(
+            grads, saved_input, weights, compute_grads, shape.dtype, regathers=regathers
+        )
         return lambda schedule: schedule.gather_linear_backward(ranks, request)
     if method == "linear_scatter":
         x = draw_random(all_rows, shape.k)
@@ -296,7 +296,7 @@ class Auto(Bulk):
             return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
 
         # Schedules that compute this method in the same way are measured once.
-        names = _distinct(schedules, method)
+        names = _list_distinct(schedules, method)
         # Files of earlier runs have these keys, so the words must not change.
         variant = ", gathered anew" if regathers_here else ""
         key = f"{shape.operator} {direction}, {shape.text()}{variant}, {ranks.world} ranks"
