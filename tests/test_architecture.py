@@ -109,21 +109,13 @@ def none_of(*packages: str, but: tuple[str, ...] = ()) -> Callable[[str, str, bo
     return lambda name, target, eager: within(target, *packages) and not within(target, *but)
 
 
-# Imports of another plugin's package that have no room in overlap yet.
-ACROSS_PLUGINS = {
-    ("ovpatch_plugins.megatron.megatron_feature", "ovpatch_plugins.pipeline"),
-    ("ovpatch_plugins.megatron.megatron_pipeline", "ovpatch_plugins.pipeline"),
-}
-
-
 def of_another_plugin(name: str, target: str, eager: bool) -> bool:
     own = ".".join(name.split(".")[:2])
-    is_foreign = (
+    return (
         within(target, "ovpatch_plugins")
         and target != "ovpatch_plugins"
         and not within(target, own)
     )
-    return is_foreign and (name, target) not in ACROSS_PLUGINS
 
 
 def features_or_torch_at_once(name: str, target: str, eager: bool) -> bool:
@@ -481,7 +473,7 @@ TABLES = {
     "ovpatch_plugins.dist_optimizer.param_all_gather:dropped_gathers": "all-gathers that nothing else waits for",
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report:_unmanaged": "names for the report",
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report:_remarks": "lines of the report",
-    "ovpatch_plugins.megatron.megatron_report:_LEFT": "lines of the report",
+    "ovpatch_plugins.megatron.megatron_report:_FALLBACKS": "lines of the report",
     "ovpatch_plugins.pipe_experts.all_to_all:_unsupported_reasons": "lines of the report",
     "ovpatch_plugins.pipeline.pipeline_report:_schedules": "the last schedules, for the report, which outlives them",
     "ovpatch_plugins.pipeline.pipeline_report:_stock_reasons": "lines of the report",
@@ -496,7 +488,7 @@ TABLES = {
     "ovpatch.overlap.tensor_parallel.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.tp_linear_feature:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
-    "ovpatch_plugins.tp_linear.tp_linear_attach:LEFT": "names for the report",
+    "ovpatch_plugins.tp_linear.tp_linear_attach:STOCK_REASONS": "names for the report",
 }
 
 

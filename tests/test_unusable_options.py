@@ -183,7 +183,7 @@ DIFFERENT: dict[str, tuple[str, tuple[Any, Any], Callable[[], None], str]] = {
     ),
     "megatron": ("chunks", (2, 3), train_megatron, "the first column-parallel linear"),
     "pipeline": ("schedule", ("1f1b", "zb-h1"), run_pipeline, "preparing Schedule1F1B"),
-    "tp_linear": ("chunks", (2, 3), cut_linear, "cutting a linear by ColwiseParallel"),
+    "tp_linear": ("chunks", (2, 3), cut_linear, "sharding a linear by ColwiseParallel"),
 }
 
 

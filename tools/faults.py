@@ -214,8 +214,8 @@ FAULTS: Final = (
     Fault(
         "a ring sends what it should receive",
         "ovpatch/overlap/tensor_parallel/schedules/overlapped.py",
-        "by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world",
-        "by_rank[owner - 1], (rank + 1) % world, by_rank[owner], (rank - 1) % world",
+        "rows_by_rank[owner],\n                    (rank + 1) % world,\n                    rows_by_rank[owner - 1],",
+        "rows_by_rank[owner - 1],\n                    (rank + 1) % world,\n                    rows_by_rank[owner],",
         ("tests/plugins/tp_linear/test_auto.py", "tests/plugins/tp_linear/test_rare.py"),
     ),
     Fault(
@@ -291,7 +291,7 @@ FAULTS: Final = (
     Fault(
         "a product that was computed ahead outlives a change of its weight",
         "plugins/ovpatch_plugins/tp_linear/precomputed.py",
-        "if (_version(found.weight), _version(found.bias)) != found.versions:",
+        "if (_version(pending.weight), _version(pending.bias)) != pending.versions:",
         "if False:",
         ("tests/plugins/tp_linear/test_shared.py",),
     ),

@@ -9,11 +9,11 @@ from typing import Final
 _REMARKS: Final = {
     "ovpatch_plugins.ddp.ddp_report": ("REMARKS",),
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report": ("_remarks", "_unmanaged"),
-    "ovpatch_plugins.megatron.megatron_report": ("_LEFT",),
+    "ovpatch_plugins.megatron.megatron_report": ("_FALLBACKS",),
     "ovpatch_plugins.pipe_experts.all_to_all": ("_unsupported_reasons",),
     "ovpatch_plugins.pipeline.pipeline_report": ("_schedules", "_stock_reasons"),
     "ovpatch_plugins.recompute.recompute_report": ("_fallbacks", "_models", "_notes"),
-    "ovpatch_plugins.tp_linear.tp_linear_attach": ("LEFT",),
+    "ovpatch_plugins.tp_linear.tp_linear_attach": ("STOCK_REASONS",),
 }
 
 

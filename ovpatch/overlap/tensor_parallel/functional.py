@@ -1,7 +1,7 @@
-"""Tensor-parallel linears on local tensors, with gradients, for scripts with parallel layers of their own.
+"""Tensor-parallel linears on local tensors, with gradients, for scripts that write parallel layers themselves.
 
-Activations are ``[.., s, .., k]``, of which one dimension is the sequence, cut evenly over the ranks of a process
-group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``'s.
+An activation is ``[.., s, .., k]``. One of its dimensions is the sequence, which the ranks of a process group shard
+evenly. A weight is a rank's shard of a linear's weight, in the layout of ``nn.Linear``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE, SCH
 from ovpatch.overlap.tensor_parallel.schedules import Schedule, find_schedule
 from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
 
+# The default number of chunks of schedule `chunk`.
 CHUNKS = 4
 
-_DTYPE = operator.attrgetter("dtype")
+_get_dtype = operator.attrgetter("dtype")
 _LINEAR_SCATTER = LinearScatterThenBias()
 
 
@@ -42,22 +43,24 @@ def all_gather_linear(
     regather: bool = False,
     weight_grad: WeightGrad = multiply_weight_grad,
 ) -> tuple[Tensor, ...]:
-    """Gather a sequence over the ranks, and feed it to several linears, whose features are cut over the ranks.
+    """Gather a sequence over the ranks, and feed it to several linears whose output features are sharded.
 
-    One gather for all of them; in backward, one reduce-scatter of the sum of their input gradients.
+    All linears share one gather. In backward, one reduce-scatter sums their input gradients.
 
     Args:
-        x: This rank's part of the sequence, ``[.., s, .., k]``.
+        x: This rank's shard of the sequence, ``[.., s, .., k]``.
         weights: This rank's rows of each weight, ``[n_i, k]``.
-        group: The ranks.
-        biases: This rank's part of each bias, ``[n_i]``, or None.
-        dim: Which dimension of ``x`` is the sequence.
+        group: The process group.
+        biases: This rank's shard of each bias, ``[n_i]``, or None for a linear without a bias. Default: no biases.
+        dim: The sequence dimension of ``x``.
         schedule: A name of :data:`.schedule_table.SCHEDULES`. ``auto`` measures, and needs the same shapes on all
             ranks.
-        chunks: Into how many parts ``chunk`` cuts.
-        regather: Keep this rank's part of ``x`` for backward, and gather it anew there; else it is kept gathered.
-        weight_grad: Computes a weight's gradient in backward, under the collectives: from the weight, its output's
-            gradient ``[M, n]`` and the gathered rows ``[M, k]``. May add it to a tensor of its own and return None.
+        chunks: The number of chunks of schedule ``chunk``.
+        regather: Whether backward keeps this rank's shard of ``x`` and gathers it again. Otherwise the gathered input
+            is kept.
+        weight_grad: Computes a weight's gradient in backward, under the collectives. Its arguments are the weight, the
+            output's gradient ``[M, n]`` and the gathered rows ``[M, k]``. It may add the gradient to another tensor
+            and return None.
 
     Returns:
         An output ``[.., world * s, .., n_i]`` for each weight.
@@ -65,21 +68,22 @@ def all_gather_linear(
     Raises:
         ValueError: The schedule, the dimension, or the number of biases is wrong, or a tensor is complex.
     """
-    given = list(biases) if biases is not None else [None] * len(weights)
-    if len(given) != len(weights):
+    bias_list = list(biases) if biases is not None else [None] * len(weights)
+    if len(bias_list) != len(weights):
         raise ValueError(
-            f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each "
-            "weight"
+            f"got {len(weights)} weights and {len(bias_list)} biases: give one bias, or None, for each weight"
         )
-    how, dim = _check(schedule, chunks, regather, dim, x.shape, x.dtype, *map(_DTYPE, weights))
+    resolved, dim = _resolve_schedule(
+        schedule, chunks, regather, dim, x.shape, x.dtype, *map(_get_dtype, weights)
+    )
     call = OpContext(
-        TPConfig(how, weight_grad, regather),
+        TPConfig(resolved, weight_grad, regather),
         tp_group.get_tp_group(group, x.device),
         dim=dim,
-        count=len(weights),
-        constant=not x.requires_grad,
+        weight_count=len(weights),
+        is_constant=not x.requires_grad,
     )
-    results: tuple[Tensor, ...] = run_operator(call, x, *weights, *given)
+    results: tuple[Tensor, ...] = run_operator(call, x, *weights, *bias_list)
     return results
 
 
@@ -94,43 +98,48 @@ def linear_reduce_scatter(
     chunks: int = CHUNKS,
     weight_grad: WeightGrad = multiply_weight_grad,
 ) -> Tensor:
-    """Apply a linear whose input features are cut over the ranks, and give each rank its part of the sequence.
+    """Apply a linear whose input features are sharded, and give each rank its shard of the sequence.
 
     Args:
         x: This rank's features, ``[.., world * s, .., k]``.
         weight: This rank's columns of the weight, ``[n, k]``.
-        group: The ranks.
-        bias: The whole bias, ``[n]``, the same on all ranks; added once.
-        dim: Which dimension of ``x`` is the sequence.
-        schedule: As of :func:`all_gather_linear`.
-        chunks: As of :func:`all_gather_linear`.
-        weight_grad: As of :func:`all_gather_linear`.
+        group: The process group.
+        bias: The full bias, ``[n]``, the same on all ranks. It is added once. Default: no bias.
+        dim: The sequence dimension of ``x``.
+        schedule: See :func:`all_gather_linear`.
+        chunks: See :func:`all_gather_linear`.
+        weight_grad: See :func:`all_gather_linear`.
 
     Returns:
-        ``[.., s, .., n]``.
+        This rank's shard of the output, ``[.., s, .., n]``.
 
     Raises:
         ValueError: The schedule or the dimension is wrong, a tensor is complex, or the sequence does not divide by the
             number of ranks.
     """
-    how, dim = _check(schedule, chunks, False, dim, x.shape, x.dtype, weight.dtype)
+    # Forward does not gather the input, so backward does not gather it again.
+    resolved, dim = _resolve_schedule(schedule, chunks, False, dim, x.shape, x.dtype, weight.dtype)
     ranks = tp_group.get_tp_group(group, x.device)
     if x.shape[dim] % ranks.world:
         raise ValueError(
             f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by "
-            f"{ranks.world} ranks: pad "
-            "the sequence"
+            f"{ranks.world} ranks: pad the sequence"
         )
-    call = OpContext(TPConfig(how, weight_grad), ranks, _LINEAR_SCATTER, dim)
+    call = OpContext(TPConfig(resolved, weight_grad), ranks, _LINEAR_SCATTER, dim)
     result: Tensor = run_operator(call, x, weight, bias)
     return result
 
 
-@functools.lru_cache  # which answers without a call of Python
-def _check(
-    name: str, chunks: int, anew: bool, dim: int, shape: torch.Size, *dtypes: torch.dtype
+# The cache replies from C, so that a repeated call runs no Python function.
+@functools.lru_cache
+def _resolve_schedule(
+    name: str, chunks: int, regathers: bool, dim: int, shape: torch.Size, *dtypes: torch.dtype
 ) -> tuple[Schedule, int]:
-    """Return the schedule, and the dimension from the front, of an input of this shape; ValueError if one is wrong."""
+    """Return the schedule, and the sequence dimension counted from the front, for an input of ``shape``.
+
+    Raises:
+        ValueError: The schedule or the dimension is wrong, or a dtype is complex.
+    """
     for dtype in dtypes:
         if dtype.is_complex:
             raise ValueError(
@@ -144,8 +153,7 @@ def _check(
     dims = len(shape)
     if not -dims <= dim < dims or dim % dims == dims - 1:
         raise ValueError(
-            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: choose "
-            "another than the last "
-            "one, which holds features"
+            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: choose a dimension before the "
+            "last one, which holds features"
         )
-    return find_schedule(name, chunks, anew=anew), dim % dims
+    return find_schedule(name, chunks, regathers=regathers), dim % dims

@@ -1,4 +1,4 @@
-"""Counters of the operators, which a feature replaces by its own so that the report shows them."""
+"""The counters of the operators. A feature replaces them by its own counters, so that the report shows them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class OperatorCounts(Protocol):
     """The counters that operators add to.
 
     Attributes:
-        calls: Forward passes through operators of compiled graphs; eager ones are counted by their caller.
-        compiled_calls: The same forward passes.
+        calls: Forward passes through operators of compiled graphs. The callers of eager operators count those.
+        compiled_calls: The same forward passes through compiled graphs.
         fused: GEMMs that the kernels of schedule ``fused`` computed, forward and backward.
     """
 
@@ -20,7 +20,7 @@ class OperatorCounts(Protocol):
 
 
 class _UnreportedCounts:
-    """Counts of a process in which no feature reports them."""
+    """The counts of a process in which no feature reports them."""
 
     calls = 0
     compiled_calls = 0
@@ -31,6 +31,6 @@ counts: OperatorCounts = _UnreportedCounts()
 
 
 def report_counts_in(counters: OperatorCounts) -> None:
-    """Add to the counters of a feature from the next call on."""
+    """Make all operators add to the counters of a feature."""
     global counts
     counts = counters

@@ -1,6 +1,7 @@
-"""The operators on rows: a linear whose weight is cut over the ranks, with its collective.
+"""The operators on rows: a linear whose weight is sharded over the ranks, with its collective.
 
-Each is defined here once. :mod:`.autograd` computes it eagerly; a ``torch.library`` has it for torch.compile.
+Each operator is defined here once. :mod:`.tp_autograd` computes it eagerly; a ``torch.library`` has it for
+torch.compile.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, autocast_dtype
 
 WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-"""Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the whole input ``[M, k]``.
+"""Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the gathered input ``[M, k]``.
 
-Returns it in the weight's class and dtype, or None if it has been added to the one that is already there.
+Returns the gradient in the weight's class and dtype; None if it was added to an existing gradient.
 """
 
 
 def multiply_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Return the product; see :data:`WeightGrad`."""
-    found = compute_weight_grad(grad, x)
-    return wrap_grad(found if found.dtype is weight.dtype else found.to(weight.dtype), weight)
+    """Return the GEMM of a weight's gradient; see :data:`WeightGrad`."""
+    result = compute_weight_grad(grad, x)
+    return wrap_grad(result if result.dtype is weight.dtype else result.to(weight.dtype), weight)
 
 
 def accumulate_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Add to the gradient that is already there as part of the product, where no hook would miss it."""
-    target = _accumulation_target(weight)
+    """Add to the existing gradient as part of the GEMM, unless a hook would miss that; see :data:`WeightGrad`."""
+    target = _find_accumulation_target(weight)
     if target is None:
         return multiply_weight_grad(weight, grad, x)
+    # A GEMM can add only to a tensor of its operands' dtype.
     if target.dtype == grad.dtype:
         target.addmm_(grad.t(), x)
     else:
@@ -47,16 +49,25 @@ def accumulate_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | 
 
 
 class ParamGrads:
-    """Gradients of an operator's weights and biases, each of the parameter's class and dtype.
+    """The gradients of an operator's weights and biases, each in the parameter's class and dtype.
 
-    ``compute`` computes a weight's. ``wanted`` tells which of the weights, and then of the biases, need a gradient.
-    ``leaves`` are the weights themselves where a checkpoint has given others for them.
+    Args:
+        compute: Computes a weight's gradient.
+        weights: The weights.
+        biases: Their biases.
+        is_needed: Whether each weight, and then whether each bias, needs a gradient.
+
+    Attributes:
+        leaves: The parameters of the script, if a checkpoint has replaced them by other weights.
+        needs_any: Whether any weight or bias needs a gradient.
+        weights: The gradients of the weights.
+        biases: The gradients of the biases.
     """
 
     __slots__ = (
         "_biases",
         "_compute",
-        "_wanted",
+        "_is_needed",
         "_weights",
         "biases",
         "leaves",
@@ -69,76 +80,87 @@ class ParamGrads:
         compute: WeightGrad,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        wanted: Sequence[bool],
+        is_needed: Sequence[bool],
     ) -> None:
-        self._compute, self._weights, self._biases, self._wanted = compute, weights, biases, wanted
-        self.leaves, self.needs_any = (
-            weights,
-            any(wanted),
-        )  # whether any weight or bias needs a gradient
-        self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
-        self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
+        self._compute = compute
+        self._weights = weights
+        self._biases = biases
+        self._is_needed = is_needed
+        self.leaves = weights
+        self.needs_any = any(is_needed)
+        self.weights: list[Tensor | None] = [None] * len(weights)
+        self.biases: list[Tensor | None] = [None] * len(weights)
 
     def compute_weights(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
-        """Compute the weights' gradients from the whole input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""
+        """Compute the weights' gradients from the gathered input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""
         take = DELAYED_WGRAD.take
         for i, grad in enumerate(grads):
-            if x is not None and grad is not None and self._wanted[i]:
+            if x is not None and grad is not None and self._is_needed[i]:
                 weight = self._weights[i]
+                # A pipeline may take the GEMM to compute it after a send.
                 if take is None or not take(
                     self.leaves[i], functools.partial(self._compute, weight, grad, x)
                 ):
                     self.weights[i] = self._compute(weight, grad, x)
 
     def compute_biases(self, grads: Sequence[Tensor | None]) -> None:
-        """Compute the biases' gradients from those of the outputs, ``[M, n_i]``."""
+        """Compute the biases' gradients from the outputs' gradients, ``[M, n_i]``."""
         for i, grad in enumerate(grads):
             bias = self._biases[i]
-            if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
+            if bias is not None and grad is not None and self._is_needed[len(self.weights) + i]:
                 self.biases[i] = wrap_grad(grad.sum(0).to(bias.dtype), bias)
 
 
-def _accumulation_target(weight: Tensor) -> Tensor | None:
-    """Return the tensor to which the weight's gradient can be added behind autograd's back, or None.
+def _find_accumulation_target(weight: Tensor) -> Tensor | None:
+    """Return the tensor to which the weight's gradient can be added outside of autograd, or None.
 
-    It is ``weight.main_grad``, Megatron's name, or else the gradient of earlier microbatches. A weight with hooks has
-    none: they would not be called.
+    This is ``weight.main_grad``, a name of Megatron's, or otherwise the gradient of earlier microbatches. A weight with
+    hooks has no such tensor, because its hooks would not be called.
     """
-    main: Tensor | None = getattr(weight, "main_grad", None)
-    if main is None and (not weight.is_leaf or weight.grad is None):
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None and (not weight.is_leaf or weight.grad is None):
         return None
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
-    if not _is_accumulated(weight):
+    if not _receives_grad(weight):
         return None
-    target = weight.grad if main is None else main
+    target = weight.grad if main_grad is None else main_grad
     assert target is not None
     return get_local(target)
 
 
-def _is_accumulated(weight: Tensor) -> bool:
-    """Return whether the running backward adds to ``weight.grad``: with ``inputs=``, it adds to theirs alone."""
+def _receives_grad(weight: Tensor) -> bool:
+    """Return whether the running backward adds to ``weight.grad``.
+
+    With ``inputs=``, a backward adds only to the gradients of these inputs.
+    """
     if not weight.is_leaf:
         return True
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad() returns this very gradient
+    # The engine raises this error if torch.autograd.grad() returns this very gradient.
+    except RuntimeError:
         return False
 
 
 class LocalLinear:
-    """A linear of an input that all ranks have; nothing is sent, and the input's gradient is a term of a sum.
+    """A linear of an input that all ranks have.
 
-    This is also the interface of the other operators. ``m`` is a rank's number of rows, ``M = world * m``.
+    This operator sends nothing, and the input's gradient is a term of a sum over the ranks. This class is also the
+    interface of the other operators. ``m`` is a rank's number of rows, ``M = world * m``.
+
+    Attributes:
+        name: The name in :data:`OPERATORS` and in ``torch.ops.ovpatch``.
+        sums_input_grad: Whether ranks sum the input's gradient, in ``request.input_grad_dtype``.
+        gathers_rows: Whether outputs have the rows of all ranks.
+        gathers_grad: Whether outputs have the rows of one rank, so that backward gathers their gradient. All ranks then
+            run the same backward.
     """
 
-    name = "local_linear"  # in :data:`OPERATORS` and in ``torch.ops.ovpatch``
-    sums_input_grad = (
-        False  # whether the input's gradient is summed over the ranks, in ``asked.input_dtype``
-    )
-    gathers_rows = False  # whether outputs have the rows of all ranks
-    # Whether outputs have the rows of one rank, so that backward gathers their gradient; all ranks run it alike then.
+    name = "local_linear"
+    sums_input_grad = False
+    gathers_rows = False
     gathers_grad = False
 
     def forward(
@@ -148,29 +170,33 @@ class LocalLinear:
         return linear(x, weight, bias)
 
     def backward(
-        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+        self, schedule: Schedule, ranks: TPGroup, request: ColumnGrads, params: ParamGrads
     ) -> Tensor | None:
-        """Return the input's gradient on this rank, None if it needs none; ``params`` gets the others.
+        """Return the input's gradient on this rank; None if it needs none.
 
-        ``asked`` has the outputs' gradients, and what forward has kept.
+        Args:
+            schedule: The order of GEMMs and collectives.
+            ranks: The ranks.
+            request: The outputs' gradients, and the tensors that forward saved.
+            params: Gets the gradients of weights and biases.
         """
-        (grad,), (weight,) = asked.grads, asked.weights
+        (grad,), (weight,) = request.output_grads, request.weights
         assert grad is not None
-        dx = grad @ weight if asked.input_dtype is not None else None
-        params.compute_weights(asked.kept, asked.grads)
-        params.compute_biases(asked.grads)
-        return dx
+        input_grad = grad @ weight if request.input_grad_dtype is not None else None
+        params.compute_weights(request.saved_input, request.output_grads)
+        params.compute_biases(request.output_grads)
+        return input_grad
 
 
 class GatherLinear(LocalLinear):
-    """Gathers the input, ``[m, k]``, and applies a linear to it.
+    """An operator that gathers the input, ``[m, k]``, and applies a linear to it.
 
-    Several linears may share the gather: forward is the schedule's :meth:`~Schedule.gather_linear` then, and backward
-    is the same.
+    If several linears share the gather, forward calls :meth:`.Schedule.gather_linear` itself, and backward is the same.
     """
 
     name = "gather_linear"
-    sums_input_grad = gathers_rows = True
+    sums_input_grad = True
+    gathers_rows = True
 
     def forward(
         self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -178,15 +204,15 @@ class GatherLinear(LocalLinear):
         return schedule.gather_linear(ranks, x, [weight], [bias], False)[0][0]
 
     def backward(
-        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+        self, schedule: Schedule, ranks: TPGroup, request: ColumnGrads, params: ParamGrads
     ) -> Tensor | None:
-        dx = schedule.gather_linear_backward(ranks, asked)
-        params.compute_biases(asked.grads)
-        return dx
+        input_grad = schedule.gather_linear_backward(ranks, request)
+        params.compute_biases(request.output_grads)
+        return input_grad
 
 
 class LinearScatter(LocalLinear):
-    """Applies a linear to ``[M, k]``, sums over the ranks, and leaves each rank its rows."""
+    """An operator that applies a linear to ``[M, k]``, sums over the ranks, and leaves each rank its rows."""
 
     name = "linear_scatter"
     gathers_grad = True
@@ -194,27 +220,32 @@ class LinearScatter(LocalLinear):
     def forward(
         self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return schedule.linear_scatter(ranks, x, weight, _take_share(bias, ranks))
+        return schedule.linear_scatter(ranks, x, weight, _share_bias(bias, ranks))
 
     def backward(
-        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+        self, schedule: Schedule, ranks: TPGroup, request: ColumnGrads, params: ParamGrads
     ) -> Tensor | None:
-        (grad,), (weight,) = asked.grads, asked.weights
+        (grad,), (weight,) = request.output_grads, request.weights
         assert grad is not None
 
-        def compute_params(whole: Tensor, _: Sequence[Tensor | None]) -> None:
-            params.compute_weights(asked.kept, (whole,))
-            params.compute_biases((whole,))
+        # The schedule calls this with the gathered gradient, which weights and biases need.
+        def compute_params(gathered: Tensor, _: Sequence[Tensor | None]) -> None:
+            params.compute_weights(request.saved_input, (gathered,))
+            params.compute_biases((gathered,))
 
-        take = compute_params if params.needs_any else None
-        needs_input = asked.input_dtype is not None
-        if asked.gather is not None:
-            return schedule.scatter_backward_of_gather(asked.gather, weight, take, needs_input)
-        return schedule.linear_scatter_backward(ranks, grad, weight, take, needs_input)
+        compute_weight_grads = compute_params if params.needs_any else None
+        needs_input = request.input_grad_dtype is not None
+        if request.grad_gather is not None:
+            return schedule.finish_scatter_backward(
+                request.grad_gather, weight, compute_weight_grads, needs_input
+            )
+        return schedule.linear_scatter_backward(
+            ranks, grad, weight, compute_weight_grads, needs_input
+        )
 
 
 class LinearScatterThenBias(LinearScatter):
-    """Adds this rank's bias to the sum, for callers whose biases are the same on all ranks."""
+    """An operator that adds this rank's bias to the sum, for callers with the same biases on all ranks."""
 
     def forward(
         self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -224,30 +255,31 @@ class LinearScatterThenBias(LinearScatter):
 
 
 class LinearReduce(LocalLinear):
-    """Applies a linear to ``[M, k]``, and sums over the ranks."""
+    """An operator that applies a linear to ``[M, k]``, and sums over the ranks."""
 
     name = "linear_reduce"
 
     def forward(
         self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return schedule.linear_reduce(ranks, x, weight, _take_share(bias, ranks))
+        return schedule.linear_reduce(ranks, x, weight, _share_bias(bias, ranks))
 
 
 class ReplicatedLinear(LocalLinear):
-    """Applies a linear to an input that all ranks have, and sums the input's gradient over them."""
+    """An operator that applies a linear to an input that all ranks have, and sums the input's gradient over them."""
 
     name = "replicated_linear"
     sums_input_grad = True
 
     def backward(
-        self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads
+        self, schedule: Schedule, ranks: TPGroup, request: ColumnGrads, params: ParamGrads
     ) -> Tensor | None:
-        if asked.input_dtype is None:  # nothing to send
-            return super().backward(schedule, ranks, asked, params)
-        dx = schedule.replicated_linear_backward(ranks, asked)
-        params.compute_biases(asked.grads)
-        return dx
+        # Without a gradient of the input, there is nothing to sum over the ranks.
+        if request.input_grad_dtype is None:
+            return super().backward(schedule, ranks, request, params)
+        input_grad = schedule.replicated_linear_backward(ranks, request)
+        params.compute_biases(request.output_grads)
+        return input_grad
 
 
 GATHER_LINEAR: Final = GatherLinear()
@@ -267,7 +299,7 @@ OPERATORS: Final[dict[str, LocalLinear]] = {
 def cast_operands(
     kind: str, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """Return the operands of linears in the dtype of autocast on a kind of device; unchanged if it is off."""
+    """Return the operands of linears in autocast's dtype for a type of device; unchanged if autocast is off."""
     dtype = autocast_dtype(kind, rows.dtype)
     if dtype is None:
         return rows, weights, biases
@@ -275,10 +307,10 @@ def cast_operands(
     return rows.to(dtype), [weight.to(dtype) for weight in weights], cast
 
 
-def _take_share(bias: Tensor | None, ranks: TPGroup) -> Tensor | None:
+def _share_bias(bias: Tensor | None, ranks: TPGroup) -> Tensor | None:
     """Return this rank's term of a bias that every rank has.
 
-    DTensor makes a replicated bias a term of the sum by this division. So the mean of the ranks' biases is added where
+    DTensor makes a replicated bias a term of the sum by this division. So the sum has the mean of the ranks' biases if
     training has let these copies drift apart, and equal copies give the bits of stock PyTorch.
     """
     return None if bias is None else bias / ranks.world
@@ -295,16 +327,17 @@ _BACKWARD: Final = (
     "bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]"
 )
 
-_LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")  # its operators go with it
+# The operators live as long as this object.
+_LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")
 
 
 class CustomOp:
-    """One operator, opaque to the compiler.
+    """An operator that is opaque to the compiler.
 
-    [Note: opaque to the compiler] A traced collective becomes a node that waits where the next node reads it, which
-    ends the overlap inside an operator; a collective's handle cannot be traced at all. So a graph gets one node, which
-    does at run time what the eager operator does. It takes the group by name, as operators must, and backward gathers
-    this rank's rows again.
+    [Note: opaque to the compiler] A traced collective becomes a node that waits before the next node reads its result,
+    which ends the overlap inside an operator. The handle of a collective cannot be traced at all. So a graph gets one
+    node, which computes at run time as the eager operator does. The node takes the group by name, because operators
+    take no objects. Backward gathers this rank's rows again.
     """
 
     def __init__(self, operator: LocalLinear) -> None:
@@ -313,27 +346,29 @@ class CustomOp:
         self._backward = self._define("_backward", _BACKWARD, self._compute_grads, self._fake_grads)
         name = f"ovpatch::{operator.name}"
         torch.library.register_autograd(
-            name, self._differentiate, setup_context=_keep, lib=_LIBRARY
+            name, self._differentiate, setup_context=_save_inputs, lib=_LIBRARY
         )
-        torch.library.register_autograd(f"{name}_backward", _refuse, lib=_LIBRARY)
+        torch.library.register_autograd(f"{name}_backward", _refuse_second_derivative, lib=_LIBRARY)
 
     def _define(
         self, suffix: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     ) -> Any:
         name = self._operator.name + suffix
-        _LIBRARY.define(name + schema)  # torch.library.custom_op checks results at each call
+        # torch.library.custom_op would check results at each call, which takes host time.
+        _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ovpatch::{name}", fake, lib=_LIBRARY)
         return getattr(torch.ops.ovpatch, name).default
 
     def __call__(self, *args: Any) -> Tensor:
-        """Compute on rows; arguments as in :data:`_FORWARD`."""
-        found: Tensor = self._forward(*args)
-        return found
+        """Compute the operator of rows; :data:`_FORWARD` lists the arguments."""
+        result: Tensor = self._forward(*args)
+        return result
 
     def _compute(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
     ) -> Tensor:
+        # A graph calls no code of the feature, so the operator counts itself.
         operator_counts.counts.calls += 1
         operator_counts.counts.compiled_calls += 1
         return self._operator.forward(
@@ -363,14 +398,24 @@ class CustomOp:
         dtype: str,
         *needs: bool,
     ) -> list[Tensor]:
-        needs_x, needs_weight, needs_bias = needs
-        # The weight stands for the bias as well: only its dtype counts.
+        needs_input, needs_weight, needs_bias = needs
+        # The weight represents the bias, because only the dtype of a bias matters here.
         params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
-        take = params.compute_weights if needs_weight else None
-        wanted = getattr(torch, dtype) if needs_x else None
-        asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
-        dx = self._operator.backward(parse_schedule(schedule), _find_ranks(group, x), asked, params)
-        return [found for found in (dx, *params.weights, *params.biases) if found is not None]
+        compute_weight_grads = params.compute_weights if needs_weight else None
+        input_grad_dtype = getattr(torch, dtype) if needs_input else None
+        request = ColumnGrads(
+            [grad.contiguous()],
+            x,
+            [weight],
+            compute_weight_grads,
+            input_grad_dtype,
+            regathers=True,
+        )
+        input_grad = self._operator.backward(
+            parse_schedule(schedule), _find_ranks(group, x), request, params
+        )
+        grads = (input_grad, *params.weights, *params.biases)
+        return [grad for grad in grads if grad is not None]
 
     def _fake_grads(
         self,
@@ -382,26 +427,23 @@ class CustomOp:
         dtype: str,
         *needs: bool,
     ) -> list[Tensor]:
-        needs_x, needs_weight, needs_bias = needs
-        summed = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
-        found = [torch.empty_like(x, dtype=summed)] if needs_x else []
-        found += [torch.empty_like(weight)] if needs_weight else []
-        return [*found, weight.new_empty(weight.shape[0])] if needs_bias else found
+        needs_input, needs_weight, needs_bias = needs
+        sum_dtype = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
+        result = [torch.empty_like(x, dtype=sum_dtype)] if needs_input else []
+        result += [torch.empty_like(weight)] if needs_weight else []
+        return [*result, weight.new_empty(weight.shape[0])] if needs_bias else result
 
     def _differentiate(self, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gathers = self._operator.gathers_grad
-        needs = (
-            needs_x,
-            needs_weight,
-            needs_bias and gathers,
-        )  # else the compiler can fuse the bias' gradient
-        found = list(self._backward(grad, x, weight, *ctx.rest, *needs)) if any(needs) else []
-        dx = found.pop(0).to(x.dtype) if needs_x else None
-        dw = found.pop(0) if needs_weight else None
-        db = None if not needs_bias else found.pop(0) if gathers else grad.sum(0)
-        return dx, dw, db, None, None, None
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathers_grad = self._operator.gathers_grad
+        # If the output's gradient is not gathered, the compiler can fuse the sum of the bias's gradient below.
+        needs = (needs_input, needs_weight, needs_bias and gathers_grad)
+        result = list(self._backward(grad, x, weight, *ctx.rest, *needs)) if any(needs) else []
+        input_grad = result.pop(0).to(x.dtype) if needs_input else None
+        weight_grad = result.pop(0) if needs_weight else None
+        bias_grad = None if not needs_bias else result.pop(0) if gathers_grad else grad.sum(0)
+        return input_grad, weight_grad, bias_grad, None, None, None
 
 
 def compute_linear(
@@ -413,25 +455,34 @@ def compute_linear(
     dim: int,
     schedule: Schedule,
 ) -> Tensor:
-    """Compute a linear as a node of a graph: ``[.., s, .., k]``, ``[n, k]`` and ``[n]`` or None.
+    """Compute a linear as a node of a graph.
 
-    The operator's name is one of :data:`OPERATORS`; dimension ``dim`` of the input comes first in rows.
+    Args:
+        operator: A name of :data:`OPERATORS`.
+        x: The input, ``[.., s, .., k]``.
+        weight: This rank's shard of the weight, ``[n, k]``.
+        bias: This rank's bias, ``[n]`` or None.
+        group: The process group.
+        dim: The dimension of the input that comes first in rows.
+        schedule: The order of GEMMs and collectives.
     """
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
-    rows, (used,), (added,) = cast_operands(x.device.type, to_rows(x, dim), [weight], [bias])
+    rows, (gemm_weight,), (gemm_bias,) = cast_operands(
+        x.device.type, to_rows(x, dim), [weight], [bias]
+    )
     result = _CUSTOM_OPS[operator](
-        rows, used, added, group.group_name, schedule.name, str(x.dtype)[6:]
+        rows, gemm_weight, gemm_bias, group.group_name, schedule.name, str(x.dtype)[6:]
     )
     return from_rows(result, x.shape, dim)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, _, *ctx.rest = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
         "a tensor-parallel linear of a compiled graph cannot be differentiated twice: set "
         "OVPATCH_TP_LINEAR_COMPILED=0"
@@ -446,6 +497,7 @@ def _find_ranks(group: str, x: Tensor) -> TPGroup:
     return tp_group.get_tp_group(_find_group(group), x.device)
 
 
+# A local linear sends nothing, so the compiler can trace the linear itself.
 _CUSTOM_OPS: Final = {
     name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name
 }

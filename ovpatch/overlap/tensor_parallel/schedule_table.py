@@ -1,4 +1,4 @@
-"""The schedules of tensor-parallel linears: one table, from which options, their help, checks and objects are made.
+"""The schedules of tensor-parallel linears, in one table for options, their help, checks and objects.
 
 A new schedule is a class in ``schedules`` and a row here. This module imports no torch, because features read it
 when they describe their options.
@@ -19,8 +19,8 @@ class ScheduleInfo(NamedTuple):
         takes_chunks: Whether the class gets the number of chunks.
         is_measured: Whether ``auto`` measures it.
         keeps_operands: Whether the operands of a weight gradient stay valid after the backward, so that the gradient
-            can be computed later. Kernels gather into memory that the next linear overwrites, and ``auto`` may take
-            them.
+            can be computed later. Kernels gather into memory that the next linear overwrites, and ``auto`` may choose
+            the kernels.
         is_experimental: Whether no result file shows a gain; see ``benchmarks/value.toml``.
     """
 
@@ -33,39 +33,37 @@ class ScheduleInfo(NamedTuple):
     is_experimental: bool = False
 
 
-#: All schedules. ``auto`` compares all of them with the first.
+#: All schedules. ``auto`` compares all of them with the first one.
 SCHEDULES: Final = (
-    ScheduleInfo("stock", "stock:Schedule", "one after the other."),
+    ScheduleInfo("stock", "stock:Schedule", "each starts after the previous one."),
     ScheduleInfo(
         "bulk",
         "overlapped:Bulk",
-        "in backward, each collective runs under the product that does not need it.",
+        "in backward, each collective runs under the GEMM that does not need it.",
     ),
     ScheduleInfo(
         "ring",
         "overlapped:Ring",
-        "rows go from rank to rank, under products of rows that are there.",
+        "rows go from rank to rank, under GEMMs of rows that have arrived.",
         is_experimental=True,
     ),
     ScheduleInfo(
         "chunk",
         "overlapped:Chunk",
-        "products are cut into parts, and a part's collective runs under the next part.",
+        "GEMMs are split into chunks, and a chunk's collective runs under the next chunk.",
         takes_chunks=True,
         is_experimental=True,
     ),
     ScheduleInfo(
         "fused",
         "fused:Fused",
-        "kernels compute and move rows at the same time, on the GPUs of one host; elsewhere it is "
-        "an error.",
+        "kernels compute and move rows at the same time, on the GPUs of one host; elsewhere it is an error.",
         keeps_operands=False,
     ),
     ScheduleInfo(
         "auto",
         "autotuned:Auto",
-        "the fastest of these for an operator and its shape; all ranks measure it once and keep it "
-        "in "
+        "the fastest of these for an operator and its shape; all ranks measure once and cache the result in "
         "OVPATCH_CACHE_DIR.",
         takes_chunks=True,
         is_measured=False,
@@ -78,12 +76,16 @@ SCHEDULE_NAMES: Final = tuple(info.name for info in SCHEDULES)
 MEASURED_NAMES: Final = tuple(info.name for info in SCHEDULES if info.is_measured)
 EXPERIMENTAL_NAMES: Final = tuple(info.name for info in SCHEDULES if info.is_experimental)
 
-#: The schedule without any setting, which ``auto`` also takes where it does not measure.
+#: The schedule without any setting. ``auto`` also uses it if it does not measure.
 DEFAULT_SCHEDULE: Final = "bulk"
 
 
 def get_schedule_info(name: str) -> ScheduleInfo:
-    """Return the row of a schedule; KeyError if there is none."""
+    """Return the row of a schedule.
+
+    Raises:
+        KeyError: The table has no schedule of this name.
+    """
     return _INFO_BY_NAME[name]
 
 
@@ -91,5 +93,5 @@ _INFO_BY_NAME: Final = {info.name: info for info in SCHEDULES}
 
 
 def describe_schedules() -> str:
-    """Return the help of all schedules, for an option."""
+    """Return the help of all schedules, as the help of an option shows it."""
     return " ".join(f"{info.name}: {info.help}" for info in SCHEDULES)

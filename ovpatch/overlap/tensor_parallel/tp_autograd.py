@@ -1,7 +1,7 @@
 """The eager operators: autograd functions around :mod:`.operators`.
 
-They turn activations into rows, ``[sequence, features]``, and back. Inputs and outputs may be DTensors, as an
-:class:`OpContext` says.
+They turn activations into rows, ``[sequence, features]``, and back. Inputs and outputs may be DTensors; an
+:class:`OpContext` has their placements.
 """
 
 from __future__ import annotations
@@ -44,38 +44,61 @@ from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD
 
 @dataclass(frozen=True)
 class TPConfig:
-    """How an operator is computed."""
+    """The settings of an operator.
 
-    schedule: Schedule  # the order of products and collectives
-    weight_grad: WeightGrad = multiply_weight_grad  # how a weight's gradient is computed
-    regather: bool = False  # gather an input anew for backward; else it is kept gathered
+    Attributes:
+        schedule: The order of GEMMs and collectives.
+        weight_grad: Computes a weight's gradient.
+        regather: Whether backward gathers the input again. Otherwise the gathered input is kept.
+    """
+
+    schedule: Schedule
+    weight_grad: WeightGrad = multiply_weight_grad
+    regather: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """The non-tensor arguments of an operator; a linear's calls with inputs of one layout share them."""
+    """The non-tensor arguments of an operator; a linear's calls with inputs of one layout share them.
 
-    config: TPConfig  # how it is computed
+    Attributes:
+        config: The settings.
+        ranks: The ranks.
+        operator: The operator.
+        dim: The input dimension that comes first in rows. This is the sequence, if it is sharded.
+        weight_count: The number of weights.
+        is_constant: Whether the input needs no gradient. It is then always kept gathered.
+        mesh: The mesh of the DTensors among inputs and outputs.
+        input_grad_placement: The placement of the input's gradient; None if the input is a plain tensor.
+        output_placement: The placement of the outputs; None if they are plain tensors.
+        gathered_placement: The placement of the gathered input, which is then returned as a DTensor as well. None if
+            it is not returned.
+        check_backward: Called before backward.
+        deferred_outputs: Gets the gathered rows and the outputs' memory, if the linears compute their outputs later.
+        trains_weights: Whether any linear that reads the gathered input has a weight to train, even if this operator
+            does not compute that linear.
+    """
+
+    config: TPConfig
     ranks: TPGroup
     operator: LocalLinear = GATHER_LINEAR
-    dim: int = 0  # the input dimension that comes first in rows: the sequence, if that is cut
-    count: int = 1  # the number of weights
-    constant: bool = False  # whether the input needs no gradient; it is kept gathered then
-    mesh: Any = None  # the mesh of DTensors that are given or returned
-    given: Any = None  # the placement of the input's gradient if the input is a DTensor, else None
-    returned: Any = None  # the placement of the outputs if they are DTensors, else None
-    whole: Any = None  # the placement of the gathered input if it is returned as well, as a DTensor, else None
-    check: Callable[[], None] | None = None  # called before backward
-    later: list[tuple[Tensor, Sequence[Tensor]]] | None = (
-        None  # gets rows and outputs' memory, if these come later
-    )
-    trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
+    dim: int = 0
+    weight_count: int = 1
+    is_constant: bool = False
+    mesh: Any = None
+    input_grad_placement: Any = None
+    output_placement: Any = None
+    gathered_placement: Any = None
+    check_backward: Callable[[], None] | None = None
+    deferred_outputs: list[tuple[Tensor, Sequence[Tensor]]] | None = None
+    trains_weights: bool = False
 
 
-def _once(backward: Callable[..., Any]) -> Any:
-    """Refuse a second derivative; compute in the dtypes of forward, also where a script calls backward under autocast.
+def _once_differentiable(backward: Callable[..., Any]) -> Any:
+    """Make a backward refuse second derivatives, and compute in the dtypes of forward.
 
-    torch's ``once_differentiable`` turns gradients off in every backward, which mostly runs without them anyway.
+    A script may call backward under autocast, which would choose other dtypes. torch's ``once_differentiable`` turns
+    gradients off in every backward. Most backwards already run without gradients, and do not call it.
     """
     differentiated = torch.autograd.function.once_differentiable(backward)
 
@@ -83,6 +106,7 @@ def _once(backward: Callable[..., Any]) -> Any:
     def run(ctx: Any, *grads: Any) -> Any:
         chosen = differentiated if torch.is_grad_enabled() else backward
         kind = ctx.call.ranks.kind
+        # The context manager takes host time, so it is entered only if autocast is on.
         if not torch.is_autocast_enabled(kind):
             return chosen(ctx, *grads)
         with torch.autocast(kind, enabled=False):
@@ -94,153 +118,202 @@ def _once(backward: Callable[..., Any]) -> Any:
 class GatheredLinears(torch.autograd.Function):
     """Gathers a sequence and applies linears to it; can return the gathered input as well.
 
-    [Note: what is kept for backward] Where rows are a view of the input, the input itself is kept: autograd notices a
-    write into it then, as a DTensor's version is not that of its local tensor. A gathered input is kept gathered, as
-    under stock, unless ``regather`` is on. If the input needs no gradient, it is always kept gathered: gathering again
-    would be that backward's only collective, and one rank alone may run it. Nothing is kept that stock does not keep:
-    no input of a frozen weight, no weight of an input that needs no gradient.
+    [Note: saved for backward] If rows are a view of the input, the input itself is saved, so that autograd detects
+    writes to it: the version of a DTensor differs from the version of its local tensor. A gathered input is kept
+    gathered as in stock PyTorch, unless ``regather`` is on. An input without a gradient is always kept gathered:
+    another gather would be the only collective of its backward, which one rank alone may run. Nothing is saved that
+    stock PyTorch does not save: no input of a frozen weight, no weight of an input that needs no gradient.
     """
 
     @staticmethod
     def compute(
-        call: OpContext, x: Tensor, *params: Tensor | None, keeps: bool = False
+        call: OpContext, x: Tensor, *params: Tensor | None, keeps_gathered: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the outputs, and what is to be kept for backward."""
-        weights, biases = params[: call.count], params[call.count :]
-        here, given, rows, used, added = _find_operands(call, x, weights, biases)
-        keeps = (
-            keeps
-            and (call.constant or not call.config.regather)
+        """Return the outputs, and the input to save for backward."""
+        weights, biases = params[: call.weight_count], params[call.weight_count :]
+        local, local_rows, rows, gemm_weights, gemm_biases = _find_operands(
+            call, x, weights, biases
+        )
+        keeps_gathered = (
+            keeps_gathered
+            and (call.is_constant or not call.config.regather)
             and any(weight is not None and weight.requires_grad for weight in weights)
         )
         results = []
         gathered: Tensor | None
-        whole: Tensor | None
-        if call.later is None and (call.whole is None or rows is given):
-            needs_whole = call.whole is not None or keeps
-            outs, whole = call.config.schedule.gather_linear(
-                call.ranks, rows, used, added, needs_whole
+        gemm_input: Tensor | None
+        if call.deferred_outputs is None and (
+            call.gathered_placement is None or rows is local_rows
+        ):
+            needs_gathered = call.gathered_placement is not None or keeps_gathered
+            outputs, gemm_input = call.config.schedule.gather_linear(
+                call.ranks, rows, gemm_weights, gemm_biases, needs_gathered
             )
-            gathered = whole
-            for out in outs:
-                results.append(make_result(out, here.shape, call.dim))
-        else:  # autocast rounds for linears alone, and the gathered input has other readers
-            gathered = call.ranks.gather_rows(given)
-            whole = gathered if rows is given else gathered.to(rows.dtype)
-            if call.later is None:
-                outs = [linear(whole, *pair) for pair in zip(used, added, strict=True)]
-                results = [make_result(out, here.shape, call.dim) for out in outs]
+            gathered = gemm_input
+            for out in outputs:
+                results.append(make_result(out, local.shape, call.dim))
+        else:
+            # The input is gathered before autocast rounds it, because other readers than linears must get it unrounded.
+            gathered = call.ranks.gather_rows(local_rows)
+            gemm_input = gathered if rows is local_rows else gathered.to(rows.dtype)
+            if call.deferred_outputs is None:
+                outputs = [
+                    linear(gemm_input, *pair)
+                    for pair in zip(gemm_weights, gemm_biases, strict=True)
+                ]
+                results = [make_result(out, local.shape, call.dim) for out in outputs]
             else:
-                results = [make_output(whole, len(weight), here.shape, call.dim) for weight in used]
-                call.later.append((whole, [result.detach() for result in results]))
-        kept = whole if keeps and whole is not None else _as_given(rows, here, x)
-        if call.returned is not None:
-            results = [wrap_local(result, call.mesh, call.returned) for result in results]
-        if call.whole is not None and gathered is not None:
+                results = [
+                    make_output(gemm_input, len(weight), local.shape, call.dim)
+                    for weight in gemm_weights
+                ]
+                call.deferred_outputs.append((gemm_input, [result.detach() for result in results]))
+        saved = (
+            gemm_input
+            if keeps_gathered and gemm_input is not None
+            else _find_saved_input(rows, local, x)
+        )
+        # The DTensors are made here, inside of the node, because DTensor.from_local() would be another node.
+        if call.output_placement is not None:
+            results = [wrap_local(result, call.mesh, call.output_placement) for result in results]
+        if call.gathered_placement is not None and gathered is not None:
             results.append(
-                wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole)
+                wrap_local(
+                    from_rows(gathered, local.shape, call.dim), call.mesh, call.gathered_placement
+                )
             )
-            if kept is gathered:
-                kept = results[-1]  # whose version shows a later write into it
-        return tuple(results), kept
+            # The version of the returned tensor shows later writes to it.
+            if saved is gathered:
+                saved = results[-1]
+        return tuple(results), saved
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
-        results, kept = GatheredLinears.compute(call, x, *params, keeps=True)
-        if call.constant:  # then outputs differ in whether they need gradients
-            ctx.mark_non_differentiable(*_constant(call, results, params))
-        if (
-            kept is results[-1]
-        ):  # itself, it would stay alive as long as the graph, or be taken apart and put together
-            kept = kept.detach()
+        results, saved = GatheredLinears.compute(call, x, *params, keeps_gathered=True)
+        # If the input needs no gradient, only the outputs of trained weights and biases need one.
+        if call.is_constant:
+            ctx.mark_non_differentiable(*_list_constant(call, results, params))
+        # A saved output would live as long as the graph, or be flattened and rebuilt as a tensor subclass.
+        if saved is results[-1]:
+            saved = saved.detach()
+        # An unused output has no gradient, and then needs no GEMM in backward.
         ctx.set_materialize_grads(False)
-        _keep(ctx, call, x, params[: call.count], params[call.count :], kept)
+        _save(ctx, call, x, params[: call.weight_count], params[call.weight_count :], saved)
         return results
 
     @staticmethod
-    @_once
+    @_once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: OpContext = ctx.call
-        if call.check is not None:
-            call.check()
-        others, terms = (
-            _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
+        if call.check_backward is not None:
+            call.check_backward()
+        full_grad, term = (
+            _read_gathered_grad(call, grads[-1])
+            if call.gathered_placement is not None
+            else (None, None)
         )
-        used, anew = (
-            False,
-            call.config.regather and not call.constant,
-        )  # the input has to be gathered again for weights
-        for grad in grads[: call.count]:
-            used = used or grad is not None
-        if others is not None and (used or terms is not None):
-            share = others / call.ranks.world
-            others, terms = None, share if terms is None else terms + share
+        regathers = call.config.regather and not call.is_constant
+        has_output_grad = False
+        for grad in grads[: call.weight_count]:
+            has_output_grad = has_output_grad or grad is not None
+        # If both kinds of gradients meet, each rank's term gets its share of the gradient that all ranks have.
+        if full_grad is not None and (has_output_grad or term is not None):
+            share = full_grad / call.ranks.world
+            full_grad, term = None, share if term is None else term + share
         wants = _wants_input(ctx)
         dtype = ctx.dtype if wants else None
-        if used or (terms is not None and anew and call.trains):  # other ranks gather
-            kept, weights, params = _resume(ctx)
-            outs = []
-            for grad in grads[: call.count]:
-                outs.append(None if grad is None else _grad(grad, call, ctx.computed))
-            mine = None
-            if call.constant:
-                params.compute_weights(kept, outs)
-                params.compute_biases(outs)
+        # Peers with a gradient of an output gather the input again, so this rank joins them even without one.
+        if has_output_grad or (term is not None and regathers and call.trains_weights):
+            saved, weights, params = _resume(ctx)
+            output_grads = []
+            for grad in grads[: call.weight_count]:
+                output_grads.append(
+                    None if grad is None else _grad_to_rows(grad, call, ctx.gemm_dtype)
+                )
+            input_grad = None
+            # Without an input gradient nothing is sent, so a schedule has nothing to order.
+            if call.is_constant:
+                params.compute_weights(saved, output_grads)
+                params.compute_biases(output_grads)
             else:
-                take = None if kept is None else params.compute_weights
-                asked = ColumnGrads(outs, kept, weights, take, dtype, terms, anew)
-                mine = GATHER_LINEAR.backward(call.config.schedule, call.ranks, asked, params)
-            return _grads(ctx, mine if wants else None, params)
-        mine = None  # no product was used, so the kept input is not read, and may have changed
-        if terms is not None and wants:
-            mine = call.config.schedule.gather_linear_backward(
-                call.ranks, ColumnGrads([], None, [], None, dtype, terms)
+                compute_weight_grads = None if saved is None else params.compute_weights
+                request = ColumnGrads(
+                    output_grads, saved, weights, compute_weight_grads, dtype, term, regathers
+                )
+                input_grad = GATHER_LINEAR.backward(
+                    call.config.schedule, call.ranks, request, params
+                )
+            return _make_grads(ctx, input_grad if wants else None, params)
+        # No output was used. The saved input is not read here, because autograd would refuse it after a write.
+        input_grad = None
+        if term is not None and wants:
+            input_grad = call.config.schedule.gather_linear_backward(
+                call.ranks, ColumnGrads([], None, [], None, dtype, term)
             )
-        if others is not None:
-            own = others.view(call.ranks.world, -1, others.shape[1])[call.ranks.rank]
-            mine = own.clone()  # a view would keep all of it alive
-        return None, _input_grad(ctx, mine if wants else None), *[None] * (2 * call.count)
+        # All ranks have this gradient, so no collective is needed.
+        if full_grad is not None:
+            own_rows = full_grad.view(call.ranks.world, -1, full_grad.shape[1])[call.ranks.rank]
+            # A view would keep the rows of all ranks alive.
+            input_grad = own_rows.clone()
+        return (
+            None,
+            _make_input_grad(ctx, input_grad if wants else None),
+            *[None] * (2 * call.weight_count),
+        )
 
 
 class SingleLinear(torch.autograd.Function):
-    """Computes an operator of one linear, ``call.operator``; a class for each has its name, which profilers show."""
+    """Computes an operator of one linear, ``call.operator``.
+
+    Each operator gets a subclass with its name, because profilers show the name of the class.
+    """
 
     @staticmethod
     def compute(
         call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, and what is to be kept for backward."""
-        here, _, rows, (used,), (added,) = _find_operands(call, x, (weight,), (bias,))
+        """Return the output, and the input to save for backward."""
+        local, _, rows, (gemm_weight,), (gemm_bias,) = _find_operands(call, x, (weight,), (bias,))
         result = make_result(
-            call.operator.forward(call.config.schedule, call.ranks, rows, used, added),
-            here.shape,
+            call.operator.forward(call.config.schedule, call.ranks, rows, gemm_weight, gemm_bias),
+            local.shape,
             call.dim,
         )
-        if call.returned is not None:
-            result = wrap_local(result, call.mesh, call.returned)
-        return result, _as_given(rows, here, x)
+        if call.output_placement is not None:
+            result = wrap_local(result, call.mesh, call.output_placement)
+        return result, _find_saved_input(rows, local, x)
 
     @staticmethod
     def forward(
         ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        result, kept = SingleLinear.compute(call, x, weight, bias)
-        _keep(ctx, call, x, (weight,), (bias,), kept)
+        result, saved = SingleLinear.compute(call, x, weight, bias)
+        _save(ctx, call, x, (weight,), (bias,), saved)
         return result
 
     @staticmethod
-    @_once
+    @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call: OpContext = ctx.call
-        given = _grad(grad, call, ctx.computed)
-        at_once = call.operator.gathers_grad and call.config.schedule.gathers_grad_at_once
-        gather = call.ranks.all_gather(given) if at_once else None
-        rows, used, params = _resume(ctx)
+        grad_rows = _grad_to_rows(grad, call, ctx.gemm_dtype)
+        starts_early = call.operator.gathers_grad and call.config.schedule.starts_grad_gather_early
+        # The gather starts before a checkpoint recomputes the saved tensors, and hides the recomputation.
+        grad_gather = call.ranks.all_gather(grad_rows) if starts_early else None
+        rows, gemm_weights, params = _resume(ctx)
+        # The collectives of a gathered gradient may depend on this flag, so it must be the same on all ranks. Whether
+        # this backward continues to the input may differ between them.
         wants = ctx.needs_input_grad[1] if call.operator.gathers_grad else _wants_input(ctx)
-        take = None if rows is None else params.compute_weights
-        asked = ColumnGrads([given], rows, used, take, ctx.dtype if wants else None, gather=gather)
-        dx = call.operator.backward(call.config.schedule, call.ranks, asked, params)
-        return _grads(ctx, dx, params)
+        compute_weight_grads = None if rows is None else params.compute_weights
+        request = ColumnGrads(
+            [grad_rows],
+            rows,
+            gemm_weights,
+            compute_weight_grads,
+            ctx.dtype if wants else None,
+            grad_gather=grad_gather,
+        )
+        input_grad = call.operator.backward(call.config.schedule, call.ranks, request, params)
+        return _make_grads(ctx, input_grad, params)
 
 
 FUNCTIONS: Final[dict[str, Any]] = {"gather_linear": GatheredLinears} | {
@@ -248,122 +321,134 @@ FUNCTIONS: Final[dict[str, Any]] = {"gather_linear": GatheredLinears} | {
     for name, operator in OPERATORS.items()
     if operator is not GATHER_LINEAR
 }
-"""Autograd functions by the operator's name."""
+"""The autograd functions by the operator's name."""
 
 
 def run_operator(call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
     """Compute an operator, with gradients if they are on."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # a function's call: the compiler cannot look into process groups
+    # The compiler cannot trace process groups, so the graph breaks here.
+    if torch.compiler.is_compiling():
         return torch.compiler.disable(run_operator)(call, x, *params)
     function = FUNCTIONS[call.operator.name]
     if not torch.is_grad_enabled():
         return function.compute(call, x, *params)[0]
+    # torch's own apply() raises the error of torch.func about this function.
     if torch._C._are_functorch_transforms_active():
-        return function.apply(call, x, *params)  # which raises torch.func's own error
-    return super(torch.autograd.Function, function).apply(
-        call, x, *params
-    )  # skips a binding of arguments
+        return function.apply(call, x, *params)
+    # The base class's apply() does not bind arguments to the signature, which takes host time.
+    return super(torch.autograd.Function, function).apply(call, x, *params)
 
 
-def _keep(
+def _save(
     ctx: Any,
     call: OpContext,
     x: Tensor,
     weights: Sequence[Any],
     biases: Sequence[Tensor | None],
-    kept: Tensor,
+    saved_input: Tensor,
 ) -> None:
-    """Keep what backward needs; see [Note: what is kept for backward]."""
-    here = x if type(x) in PLAIN else get_local(x)
-    ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, here.shape, x.dtype, kept.dtype
+    """Save the tensors for backward; see [Note: saved for backward]."""
+    local = x if type(x) in PLAIN else get_local(x)
+    ctx.call = call
+    ctx.shape = local.shape
+    ctx.dtype = x.dtype
+    ctx.gemm_dtype = saved_input.dtype
     ctx.biases = biases
-    # With a check before backward, weights may change until their outputs are handed out.
-    ctx.weights, saved = ((), weights) if x.requires_grad and call.check is None else (weights, ())
-    needed = call.trains and call.config.regather and not call.constant
+    # Autograd would refuse a backward after a write to a saved weight. If the call has its own check, weights may
+    # change until their linears are called, so autograd does not save them.
+    saves_weights = x.requires_grad and call.check_backward is None
+    ctx.weights = () if saves_weights else weights
+    needs_input = call.trains_weights and call.config.regather and not call.is_constant
     for weight in weights:
-        needed = needed or weight.requires_grad
-    ctx.save_for_backward(kept if needed else None, *saved)
+        needs_input = needs_input or weight.requires_grad
+    ctx.save_for_backward(saved_input if needs_input else None, *(weights if saves_weights else ()))
 
 
 def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
-    """Return the kept rows or None, the weights in the dtype of forward, and the parameters' gradients to fill."""
-    kept, *saved = ctx.saved_tensors
-    call, weights = ctx.call, [*saved, *ctx.weights]
+    """Return the saved rows or None, the weights in the dtype of forward, and the parameters' gradients to fill."""
+    saved, *saved_weights = ctx.saved_tensors
+    call, weights = ctx.call, [*saved_weights, *ctx.weights]
     params = ParamGrads(call.config.weight_grad, weights, ctx.biases, ctx.needs_input_grad[2:])
+    # A checkpoint may hand out other tensors for the saved weights. The AccumulateGrad nodes have the parameters.
     if DELAYED_WGRAD.take is not None:
-        nodes = [node for node, _ in ctx.next_functions[1 : 1 + call.count]]
+        nodes = [node for node, _ in ctx.next_functions[1 : 1 + call.weight_count]]
         params.leaves = [
             getattr(node, "variable", weight) for node, weight in zip(nodes, weights, strict=True)
         ]
-    rows, used, dtype = None, [], ctx.computed
-    if kept is not None:
+    rows, gemm_weights, dtype = None, [], ctx.gemm_dtype
+    if saved is not None:
         rows = to_rows(
-            kept if type(kept) in PLAIN else wait_for_collective(get_local(kept)), call.dim
+            saved if type(saved) in PLAIN else wait_for_collective(get_local(saved)), call.dim
         )
+    # Forward saved the weights themselves, so backward repeats the casts of autocast.
     for weight in weights:
         local = weight if type(weight) in PLAIN else get_local(weight)
-        used.append(local if local.dtype is dtype else local.to(dtype))
-    return rows, used, params
+        gemm_weights.append(local if local.dtype is dtype else local.to(dtype))
+    return rows, gemm_weights, params
 
 
 def _wants_input(ctx: Any) -> bool:
-    """Return whether this backward continues to the input, and is not for the weights' gradients alone."""
+    """Return whether this backward continues to the input, and does not only compute the weights' gradients."""
     return ctx.needs_input_grad[1] and will_execute(ctx.next_functions[0][0])
 
 
-def _grads(ctx: Any, dx: Tensor | None, params: ParamGrads) -> tuple[Any, ...]:
-    return (None, _input_grad(ctx, dx), *params.weights, *params.biases)
+def _make_grads(ctx: Any, input_grad: Tensor | None, params: ParamGrads) -> tuple[Any, ...]:
+    return (None, _make_input_grad(ctx, input_grad), *params.weights, *params.biases)
 
 
-def _input_grad(ctx: Any, dx: Tensor | None) -> Tensor | None:
+def _make_input_grad(ctx: Any, rows: Tensor | None) -> Tensor | None:
     """Return rows as an activation like the input."""
-    if dx is None:
+    if rows is None:
         return None
     call = ctx.call
-    dx = from_rows(dx if dx.dtype is ctx.dtype else dx.to(ctx.dtype), ctx.shape, call.dim)
-    return dx if call.given is None else wrap_local(dx, call.mesh, call.given)
+    rows = rows if rows.dtype is ctx.dtype else rows.to(ctx.dtype)
+    input_grad = from_rows(rows, ctx.shape, call.dim)
+    if call.input_grad_placement is None:
+        return input_grad
+    return wrap_local(input_grad, call.mesh, call.input_grad_placement)
 
 
-def _grad(grad: Tensor, call: OpContext, dtype: torch.dtype) -> Tensor:
+def _grad_to_rows(grad: Tensor, call: OpContext, dtype: torch.dtype) -> Tensor:
     """Return the gradient of an output as rows."""
     if type(grad) is not Tensor:
-        grad = unwrap_grad(grad, call.returned)
+        grad = unwrap_grad(grad, call.output_placement)
     return to_rows(grad if grad.dtype is dtype else grad.to(dtype), call.dim)
 
 
-def _of_other_readers(call: OpContext, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gathered input's gradient, as rows: as it is on all ranks, or as this rank's term of a sum.
+def _read_gathered_grad(
+    call: OpContext, grad: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gathered input's gradient as rows, from readers that were not computed with the gather.
 
-    It comes from readers other than the linears whose products were computed with the gather. The gradient of another
-    linear is a term of a sum on each rank; that of an operation on the DTensor is the same on all ranks. Where both
-    meet, each rank's term gets its share, as under stock.
+    Returns:
+        The gradient that is the same on all ranks, or None, and this rank's term of a sum over the ranks, or None. An
+        operation on the DTensor leaves the former; another linear leaves the latter. If both meet, the caller adds a
+        share of the former to each rank's term, as stock PyTorch does.
     """
     if grad is None:
         return None, None
     if is_partial(grad):
         return None, to_rows(wait_for_collective(get_local(grad)), call.dim)
-    return to_rows(unwrap_grad(grad, call.whole), call.dim), None
+    return to_rows(unwrap_grad(grad, call.gathered_placement), call.dim), None
 
 
-def _constant(
+def _list_constant(
     call: OpContext, results: Sequence[Tensor], params: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the results that need no gradient, for an input that needs none."""
+    """Return the results that need no gradient, if the input needs none."""
     needs = [param is not None and param.requires_grad for param in params]
     return [
         result
         for i, result in enumerate(results)
-        if i == call.count or not (needs[i] or needs[call.count + i])
+        if i == call.weight_count or not (needs[i] or needs[call.weight_count + i])
     ]
 
 
-def _as_given(rows: Tensor, here: Tensor, x: Tensor) -> Tensor:
-    """Return the input if its rows are a view of ``here``, its local part, else the rows."""
+def _find_saved_input(rows: Tensor, local: Tensor, x: Tensor) -> Tensor:
+    """Return the input if its rows are a view of ``local``, its local part; otherwise return the rows."""
     return (
         x
-        if rows is here or (rows.data_ptr() == here.data_ptr() and rows.dtype == here.dtype)
+        if rows is local or (rows.data_ptr() == local.data_ptr() and rows.dtype == local.dtype)
         else rows
     )
 
@@ -371,13 +456,17 @@ def _as_given(rows: Tensor, here: Tensor, x: Tensor) -> Tensor:
 def _find_operands(
     call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """Return the input's local part, its rows, and the operands of the products: rows, weights and biases."""
-    here = x if type(x) in PLAIN else wait_for_collective(get_local(x))
-    given, used, added = to_rows(here, call.dim), [], []
+    """Return the input's local part, its rows, and the operands of the GEMMs: rows, weights and biases."""
+    local = x if type(x) in PLAIN else wait_for_collective(get_local(x))
+    local_rows, gemm_weights, gemm_biases = to_rows(local, call.dim), [], []
     for weight in weights:
-        used.append(weight if type(weight) in PLAIN else get_local(weight))
+        gemm_weights.append(weight if type(weight) in PLAIN else get_local(weight))
     for bias in biases:
-        added.append(bias if bias is None or type(bias) in PLAIN else get_local(bias))
+        gemm_biases.append(bias if bias is None or type(bias) in PLAIN else get_local(bias))
     if torch.is_autocast_enabled(call.ranks.kind):
-        return here, given, *cast_operands(call.ranks.kind, given, used, added)
-    return here, given, given, used, added
+        return (
+            local,
+            local_rows,
+            *cast_operands(call.ranks.kind, local_rows, gemm_weights, gemm_biases),
+        )
+    return local, local_rows, local_rows, gemm_weights, gemm_biases

@@ -1,6 +1,6 @@
 """The collectives of one process group, on rows of matrices; dispatch modes see them as functional operators.
 
-``[rows, columns]`` of all ranks lie one behind the other, by rank, in what is gathered and in what is scattered.
+A gathered matrix, and the input of a reduce-scatter, has the rows of all ranks in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -31,48 +31,61 @@ from ovpatch.overlap.comm.collectives import (
 )
 from ovpatch.overlap.comm.lifetimes import drop_values, group_state
 
-# Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
+# Some backends, such as gloo, match messages by tag. Our tags must differ from the tags of the script, and two messages
+# in flight must have different tags.
 _TAGS = range(1 << 20, 1 << 21)
 
-_watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]
+# Returns the number of dispatch modes; see [Note: what a mode sees].
+_has_modes = torch._C._len_torch_dispatch_stack
 
 
 class TPGroup:
-    """What one process group's ranks send each other, from one device."""
+    """The collectives and messages of one process group's ranks, from one device.
+
+    Attributes:
+        group: The process group.
+        world: The number of its ranks.
+        rank: This rank in the group.
+        kind: The type of the device, such as ``cuda``.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.world, self.rank = group, group.size(), group.rank()
-        self.kind, self._name = device.type, group.group_name
-        self._gather = AllGather(group, device)
-        self._scatter = ReduceScatter(group, device)
-        self._reduce = AllReduce(group, device)
-        self._tags = itertools.cycle(
-            _TAGS
-        )  # of this group: other ranks may be in other groups as well
+        self.group = group
+        self.world = group.size()
+        self.rank = group.rank()
+        self.kind = device.type
+        self._name = group.group_name
+        self._all_gather = AllGather(group, device)
+        self._reduce_scatter = ReduceScatter(group, device)
+        self._all_reduce = AllReduce(group, device)
+        # Each group counts its tags itself, because its ranks may exchange different numbers of messages in other
+        # groups.
+        self._tags = itertools.cycle(_TAGS)
 
     def all_gather(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
-        """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
-        whole, works = dispatch(
+        """Start to gather ``[m, k]``; return ``[world * m, k]``, and the collective that writes it."""
+        gathered, works = dispatch(
             "all_gather_into_tensor", (rows, self.world, self._name), self._start_gather
         )
-        return whole, WorkGroup(works)
+        return gathered, WorkGroup(works)
 
     def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
-        whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
-        return whole, self._gather([whole], [rows])
+        gathered = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+        return gathered, self._all_gather([gathered], [rows])
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Gather ``[m, k]`` into ``[world * m, k]``."""
-        if _watched():
-            whole, pending = self.all_gather(rows)
+        # run() gathers on the current stream, without the events of a start and a wait.
+        if _has_modes():
+            gathered, pending = self.all_gather(rows)
             pending.wait()
         else:
-            whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
-            self._gather.run(whole, rows)
-        return whole
+            gathered = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+            self._all_gather.run(gathered, rows)
+        return gathered
 
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
-        """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
+        """Start to sum ``[world * m, n]`` over the ranks; return this rank's ``[m, n]``, and the collective."""
         part, works = dispatch(
             "reduce_scatter_tensor", (rows, "sum", self.world, self._name), self._start_scatter
         )
@@ -80,102 +93,121 @@ class TPGroup:
 
     def scatter_rows(self, rows: Tensor) -> Tensor:
         """Sum ``[world * m, n]`` over the ranks, and return this rank's ``[m, n]``."""
-        if _watched():
+        if _has_modes():
             part, pending = self.reduce_scatter(rows)
             pending.wait()
         else:
             part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
-            self._scatter.run(part, rows)
+            self._reduce_scatter.run(part, rows)
         return part
 
     def _start_scatter(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
-        return part, self._scatter([part], [rows])
+        return part, self._reduce_scatter([part], [rows])
 
     def all_reduce(self, rows: Tensor) -> WorkGroup:
-        """Start to sum over the ranks, in place."""
-        if not _watched():
-            return WorkGroup(self._reduce([rows]))
+        """Start to sum rows over the ranks, in place."""
+        if not _has_modes():
+            return WorkGroup(self._all_reduce([rows]))
         total, works = dispatch("all_reduce", (rows, "sum", self._name), self._start_reduce)
+        # The functional operator returns a new tensor, but callers read the sum in place.
         return WorkGroup([WorkWithEpilogue(works, lambda: rows.copy_(total))])
 
     def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
-        total = rows.clone()  # the operator that modes see leaves its input as it is
-        return total, self._reduce([total])
+        # The functional operator that modes see does not change its input.
+        total = rows.clone()
+        return total, self._all_reduce([total])
 
-    def exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> WorkGroup:
-        """Start to send one tensor to a rank and to receive one from another; all ranks do so in the same order."""
+    def exchange(self, outgoing: Tensor, target: int, incoming: Tensor, source: int) -> WorkGroup:
+        """Start to send one tensor and to receive another one.
+
+        All ranks exchange in the same order, which gives both ends of a message the same tag.
+
+        Args:
+            outgoing: The tensor to send.
+            target: The rank that receives it.
+            incoming: The memory of the tensor to receive.
+            source: The rank that sends it.
+        """
         tag = next(self._tags)
         operations = [
-            dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=to),
-            dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
+            dist.P2POp(dist.isend, outgoing, group=self.group, tag=tag, group_peer=target),
+            dist.P2POp(dist.irecv, incoming, group=self.group, tag=tag, group_peer=source),
         ]
-        return WorkGroup(dist.batch_isend_irecv(operations), (sent,))
+        return WorkGroup(dist.batch_isend_irecv(operations), (outgoing,))
 
 
 def get_tp_group(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
-    """Return the :class:`TPGroup` of a process group; it is made once."""
+    """Return the :class:`TPGroup` of a process group, created by the first call."""
     state, key = group_state(group), (TPGroup, device)
-    found: TPGroup | None = state.values.get(
-        key
-    )  # without the calls of a first time, for every linear asks
-    if found is None:
-        found = state.get_or_create(key, lambda: TPGroup(group, device), keeps_group=True)
-    return found
+    # Every linear calls this function, and a read of the dictionary takes fewer calls than get_or_create().
+    tp_group: TPGroup | None = state.values.get(key)
+    if tp_group is None:
+        tp_group = state.get_or_create(key, lambda: TPGroup(group, device), keeps_group=True)
+    return tp_group
 
 
 _generation = 0
-_world: dist.ProcessGroup | None = None  # the default group of that generation
+# The default process group of the current generation.
+_default_group: dist.ProcessGroup | None = None
 
 
 def get_generation() -> int:
-    """Return a number that changes when settings may have changed, or process groups were made again."""
-    global _generation, _world
-    if distributed_c10d.GroupMember.WORLD is not _world:
-        _world = distributed_c10d.GroupMember.WORLD
+    """Return a number that changes when settings may have changed, or process groups were created again."""
+    global _generation, _default_group
+    # A script may destroy all groups and create them again. The new default group is another object.
+    if distributed_c10d.GroupMember.WORLD is not _default_group:
+        _default_group = distributed_c10d.GroupMember.WORLD
         _generation += 1
     return _generation
 
 
 def drop_tp_groups() -> None:
-    """Drop all groups, and have ranks compare their settings again."""
+    """Drop all :class:`TPGroup` objects, and make ranks compare their settings again."""
     global _generation
     _generation += 1
     drop_values(TPGroup)
 
 
-Started = tuple[Tensor, Sequence[Work]]
-"""The result of a collective, and the works that will have written it."""
+StartedCollective = tuple[Tensor, Sequence[Work]]
+"""The result of a collective, and the works that write it."""
 
-Start = Callable[[Tensor], Started]
+StartCollective = Callable[[Tensor], StartedCollective]
 
 
-def dispatch(name: str, args: tuple[Any, ...], start: Start) -> Started:
-    """Start a collective of rows, the first argument of a functional operator; let modes, if any, see the operator."""
-    if not _watched():
+def dispatch(name: str, args: tuple[Any, ...], start: StartCollective) -> StartedCollective:
+    """Start a collective, and let dispatch modes see it as a functional operator.
+
+    Args:
+        name: Name of the operator in ``torch.ops._c10d_functional``.
+        args: Its arguments; the first one is the rows.
+        start: Starts the collective of the rows.
+    """
+    if not _has_modes():
         return start(args[0])
     operator = getattr(torch.ops._c10d_functional, name).default
-    taking = _Taking(operator, start)
-    with torch.no_grad(), _at_the_bottom(taking):
-        answer: Tensor = operator(*args)
-    return taking.started or (answer, ())
+    intercept = _InterceptMode(operator, start)
+    with torch.no_grad(), _push_at_bottom(intercept):
+        result: Tensor = operator(*args)
+    return intercept.started or (result, ())
 
 
-class _Taking(TorchDispatchMode):
-    """Starts a collective in a functional operator's place.
+class _InterceptMode(TorchDispatchMode):
+    """The mode that starts a collective instead of a functional operator.
 
-    [Note: what a mode sees] ``CommDebugMode`` and its like count operators by name. A rank's collectives must not
-    depend on its modes, since other ranks may have none. So the functional operator is dispatched to the modes; at the
-    bottom of their stack this mode takes it, and starts the collective that all ranks start. A mode that does not pass
-    the operator on, as one that simulates ranks, returns the result itself.
+    [Note: what a mode sees] ``CommDebugMode`` and similar modes count operators by name. A rank's collectives must not
+    depend on its modes, because peers may have none. So the functional operator is dispatched to the modes. At the
+    bottom of their stack this mode intercepts it, and starts the collective that all ranks start. A mode that does not
+    pass the operator on returns the result itself, as a mode that simulates ranks does.
     """
 
-    def __init__(self, operator: Any, start: Start) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
-        self._operator, self._start = operator, start
-        self.started: Started | None = (
-            None  # the result of ``start``; None if no mode has passed the operator on
-        )
+    def __init__(self, operator: Any, start: StartCollective) -> None:
+        # The settings of mypy excuse calls of torch's names, but not of inherited names.
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operator = operator
+        self._start = start
+        # The result of `start`; None if a mode did not pass the operator on.
+        self.started: StartedCollective | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not self._operator:
@@ -185,19 +217,23 @@ class _Taking(TorchDispatchMode):
 
 
 @contextmanager
-def _at_the_bottom(mode: TorchDispatchMode) -> Iterator[None]:
-    """Put a mode below all that a script has entered; torch's own, for tracing, stay below it."""
+def _push_at_bottom(mode: TorchDispatchMode) -> Iterator[None]:
+    """Push a mode below all modes that the script has entered, and above the modes by which torch traces."""
     stack = _get_current_dispatch_mode_stack()
-    above = [other for other in stack if getattr(other, "_mode_key", None) is None]
-    _replace(above, [mode, *above])
+    script_modes = [
+        script_mode for script_mode in stack if getattr(script_mode, "_mode_key", None) is None
+    ]
+    _replace_modes(script_modes, [mode, *script_modes])
     try:
         yield
     finally:
-        _replace([mode, *above], above)
+        _replace_modes([mode, *script_modes], script_modes)
 
 
-def _replace(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:
-    for _ in before:
+def _replace_modes(
+    popped: Sequence[TorchDispatchMode], pushed: Sequence[TorchDispatchMode]
+) -> None:
+    for _ in popped:
         _pop_mode()
-    for mode in after:
+    for mode in pushed:
         _push_mode(mode)

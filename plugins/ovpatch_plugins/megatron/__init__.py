@@ -1,1 +1,1 @@
-"""Feature ``megatron``: Megatron-Core's linears with hidden collectives, and no silent faults of its gradients."""
+"""Feature ``megatron``: Megatron-Core's linears hide their collectives, and its gradients have no silent faults."""

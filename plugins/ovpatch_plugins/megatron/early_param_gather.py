@@ -1,8 +1,8 @@
-"""Gathers of parameters after a step of Megatron's distributed optimizer with ``overlap_param_gather``.
+"""The gathers of parameters after a step of Megatron's distributed optimizer with ``overlap_param_gather``.
 
-Megatron starts them in the next forward, module by module. Until then other ranks' shards of each parameter are stale,
-which state_dict(), an evaluation without its hooks, or a functional read of a weight do not notice. Here they start at
-the end of the step, in the order of the buckets, and readers wait: [Note: pending by type].
+Megatron starts them in the next forward, module by module. Until then the peers' shards of each parameter are stale.
+state_dict(), an evaluation without Megatron's hooks, and a functional read of a weight do not detect that. Here the
+gathers start at the end of the step, in the order of the buckets, and readers wait: [Note: pending by type].
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ import torch
 from ovpatch.overlap.comm.lifetimes import attached_values, outside_modes
 from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready
 from ovpatch_plugins.megatron.bucket_order import find_place, list_bucket_groups
-from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_fallback
 
-_GATHER: Final = (
-    "megatron: gather"  # of a bucket group, from a step to the end of the next backward
-)
-_OWNERS: Final = "megatron: owners of parameters"  # of an optimizer
-_LOCK: Final = threading.RLock()
+# The value of a bucket group: its gather, from a step to the end of the next backward.
+_GATHER_KEY: Final = "megatron: gather"
+# The value of an optimizer: the tensors that Megatron keeps.
+_KEPT_KEY: Final = "megatron: owners of parameters"
+# Readers on other threads wait until all gathers of a step have started.
+_GATHER_LOCK: Final = threading.RLock()
 
 
-class _Kept:
-    """What Megatron keeps for good of the parameters that an optimizer steps; whatever is beyond it may be a graph's.
+class _KeptTensors:
+    """The references that Megatron always keeps to the parameters of an optimizer.
 
-    It is listed, not measured: a script may have a graph alive at every step.
+    Any other reference may belong to an autograd graph. The references are listed and not counted in a running program,
+    because a script may have a graph alive at every step.
+
+    Attributes:
+        owner_counts: The number of owners besides Python, by the id of a parameter.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        listed = (*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups)
-        shards = [shard for group in listed for shard in group if shard is not None]
+        shard_groups = (*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups)
+        shards = [shard for group in shard_groups for shard in group if shard is not None]
         bases = [shard._base for shard in shards if shard._base is not None]
         nodes = [node for model in optimizer.model_chunks for node in model.grad_accs]
-        # By the id of a parameter, beside Python. A shard of 16 bits is a view of a tensor of its own.
-        self.owners = Counter(map(id, [*(node.variable for node in nodes), *bases]))
+        # A bf16 or fp16 shard is a view, and its base is another tensor than the parameter.
+        self.owner_counts = Counter(map(id, [*(node.variable for node in nodes), *bases]))
         tensors = [*shards, *bases]
         for buffer in optimizer.buffers:
             tensors += (
@@ -48,12 +53,15 @@ class _Kept:
                 *buffer.params,
                 *(bucket.param_data for bucket in buffer.buckets),
             )
-        self._tensors = Counter(map(_find_memory, {id(one): one for one in tensors}.values()))
+        self._tensor_counts = Counter(
+            map(_find_memory, {id(tensor): tensor for tensor in tensors}.values())
+        )
 
     def count_tensors(self, groups: Iterable[Any]) -> Counter[int]:
-        """Return how many tensors there are, by the address of their memory."""
-        found = self._tensors.copy()
-        for group in groups:  # whose views for the gather are made by its first one
+        """Return the number of tensors that Megatron keeps, by the address of their memory."""
+        found = self._tensor_counts.copy()
+        # The first gather of a group creates views that later gathers use.
+        for group in groups:
             for views in group.cached_param_buffer_shard_list:
                 found.update(map(_find_memory, views or ()))
         return found
@@ -74,29 +82,29 @@ class ParamGather:
         self._params = [param for _, params in self._buckets for param in params]
         device = group.buckets[0].param_data.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # A model may go while its parameters are pending, which keeps them.
+        # A model may be freed while its parameters are pending, and pending parameters stay alive.
         self._release = weakref.finalize(group, mark_ready, self._params)
         self._release.atexit = False
 
-    def mark(self, owners: Mapping[int, int], tensors: Mapping[int, int]) -> str:
-        """Have readers wait, unless a parameter can be read without a call that sees its class.
+    def mark(self, owner_counts: Mapping[int, int], tensor_counts: Mapping[int, int]) -> str:
+        """Make readers wait, unless a parameter can be read without a call that sees its class.
 
-        It is called before any gather has started, which would hold memory, too.
+        Call this before any gather has started, because a gather refers to the memory as well.
 
         Args:
-            owners: How many owners Megatron adds to Python, by the id of a parameter.
-            tensors: How many tensors Megatron keeps, by the address of their memory.
+            owner_counts: The number of owners that Megatron adds to Python, by the id of a parameter.
+            tensor_counts: The number of tensors that Megatron keeps, by the address of their memory.
 
         Returns:
-            "", or the reason why readers do not wait.
+            "", or the reason for which readers do not wait.
         """
         for memory, params in self._buckets:
             for param in params:
                 reason = mark_pending(
                     [param],
                     self.wait_for_reader,
-                    aliases=tensors[memory] - 1,
-                    owners=1 + owners.get(id(param), 0),
+                    aliases=tensor_counts[memory] - 1,
+                    owners=1 + owner_counts.get(id(param), 0),
                 )
                 if reason:
                     self.release_readers()
@@ -106,13 +114,15 @@ class ParamGather:
     def start(self, group: Any) -> bool:
         """Start the gather; return whether there is one."""
         group.start_param_sync()
-        self._handle = group.param_gather_handle  # which Megatron drops when it has waited
-        if self._handle is None:  # one rank
+        # Megatron drops its reference when it has waited.
+        self._handle = group.param_gather_handle
+        # A group of one rank starts no gather.
+        if self._handle is None:
             self.release_readers()
         return self._handle is not None
 
     def wait(self) -> None:
-        """Wait for the values, on the current stream and on that of the step, and let readers pass."""
+        """Make the current stream and the step's stream wait for the values, and release readers."""
         self._handle.wait()
         if self._stream is not None and self._stream != torch.cuda.current_stream(
             self._stream.device
@@ -122,69 +132,72 @@ class ParamGather:
         self.release_readers()
 
     def wait_for_reader(self) -> None:
-        """Wait for the values as a reader does."""
-        with _LOCK, outside_modes():
+        """Wait for the values when a reader needs them."""
+        with _GATHER_LOCK, outside_modes():
             COUNTERS.reads += 1
             self.wait()
 
     def release_readers(self) -> None:
-        """Let readers pass: the values are there."""
+        """Release readers, because the values have arrived."""
         self._release.detach()
         mark_ready(self._params)
 
 
 def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap ``DistributedOptimizer.step_with_ready_grads``: starts the gathers at its end."""
+    """Wrap ``DistributedOptimizer.step_with_ready_grads``, to start the gathers at its end."""
 
     @functools.wraps(original)
     def step_with_ready_grads(self: Any) -> bool:
         groups = _find_groups(self)
-        for group in (
-            groups
-        ):  # of modules that no forward has called since: the step writes into what a gather reads
+        # If no forward has called some modules since the last step, their gathers still read the memory that this step
+        # writes.
+        for group in groups:
             _finish(group)
             _wait_for_handle(group)
-        done = original(self)
+        is_stepped = original(self)
         if groups:
-            with _LOCK:  # a reader on another thread waits until all have started
+            # A reader on another thread waits until all gathers have started.
+            with _GATHER_LOCK:
                 _start(self, groups)
-        return done
+        return is_stepped
 
     return step_with_ready_grads
 
 
 def _start(optimizer: Any, groups: Sequence[Any]) -> None:
-    kept = attached_values(optimizer).get(_OWNERS)
+    kept = attached_values(optimizer).get(_KEPT_KEY)
     if kept is None:
-        kept = attached_values(optimizer)[_OWNERS] = _Kept(optimizer)
-    tensors = kept.count_tensors(groups)
+        kept = attached_values(optimizer)[_KEPT_KEY] = _KeptTensors(optimizer)
+    tensor_counts = kept.count_tensors(groups)
     gathers = [ParamGather(group) for group in groups]
     try:
-        reasons = [gather.mark(kept.owners, tensors) for gather in gathers]
+        reasons = [gather.mark(kept.owner_counts, tensor_counts) for gather in gathers]
         for group, gather in zip(groups, gathers, strict=True):
             if gather.start(group):
-                attached_values(group)[_GATHER] = gather
+                attached_values(group)[_GATHER_KEY] = gather
                 COUNTERS.gathers += 1
-    except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive
+    # After any exception, a KeyboardInterrupt included, readers would wait forever for gathers that never start.
+    except BaseException:
         for gather in gathers:
             gather.release_readers()
         raise
     for group, reason in zip(groups, reasons, strict=True):
         started = _find_gather(group)
         if reason and started is not None:
-            note_left(f"gathers of parameters, for which step() waits: {reason}")
+            note_fallback(f"gathers of parameters, for which step() waits: {reason}")
             started.wait()
 
 
 def wrap_start_param_sync(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``start_param_sync``: a gather that a step has started is not started again, unless it is forced."""
+    """Wrap ``start_param_sync``, so that a gather of a step does not start again unless it is forced."""
 
     @functools.wraps(original)
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
         if _find_gather(self) is None:
             original(self, force_sync=force_sync)
         elif force_sync:
-            # Megatron gathers again if it has waited for the last gather, which may differ from rank to rank here.
+            # Megatron gathers again only if it has waited for the last gather. Here this may differ between ranks, so
+            # all ranks wait and gather again.
             _finish(self)
             original(self, force_sync=True)
 
@@ -192,7 +205,7 @@ def wrap_start_param_sync(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_finish_param_sync(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``finish_param_sync``, which Megatron's forward pre-hooks call: readers pass from then on."""
+    """Wrap ``finish_param_sync``, which Megatron's forward pre-hooks call, to release readers."""
 
     @functools.wraps(original)
     def finish_param_sync(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
@@ -200,15 +213,16 @@ def wrap_finish_param_sync(original: Callable[..., None]) -> Callable[..., None]
         if gather is None:
             original(self, skip_next_bucket_dispatch=skip_next_bucket_dispatch)
             return
-        original(self, skip_next_bucket_dispatch=True)  # the next one has been started as well
-        with _LOCK:
+        # The step has started the next gather as well.
+        original(self, skip_next_bucket_dispatch=True)
+        with _GATHER_LOCK:
             gather.release_readers()
 
     return finish_param_sync
 
 
 def wrap_finish_grads(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``finish_grad_sync``, at which Megatron forgets that a group was gathered."""
+    """Wrap ``finish_grad_sync``, after which Megatron gathers a group again."""
 
     @functools.wraps(original)
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -219,21 +233,21 @@ def wrap_finish_grads(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def finish_all() -> None:
-    """Wait for all gathers, and forget them."""
+    """Wait for all gathers, and drop them."""
     for group in list_bucket_groups():
         _finish(group)
 
 
 def _find_gather(group: Any) -> ParamGather | None:
-    return attached_values(group).get(_GATHER)
+    return attached_values(group).get(_GATHER_KEY)
 
 
 def _finish(group: Any) -> None:
-    gather = attached_values(group).pop(_GATHER, None)
+    gather = attached_values(group).pop(_GATHER_KEY, None)
     if gather is None:
         return
     _wait_for_handle(group)
-    with _LOCK:
+    with _GATHER_LOCK:
         gather.release_readers()
 
 
@@ -244,19 +258,21 @@ def _wait_for_handle(group: Any) -> None:
 
 
 def _find_groups(optimizer: Any) -> list[Any]:
-    """Return the bucket groups that an optimizer steps, in the order in which Megatron gathers them."""
+    """Return the bucket groups of an optimizer's parameters, in the order in which Megatron gathers them."""
     config = getattr(optimizer, "ddp_config", None)
     if config is None or not config.overlap_param_gather or config.use_megatron_fsdp:
         return []
+    # With this setting, the memory of gradients receives the gathered values.
     if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        return []  # the gathered values would lie where gradients are
-    buffers = getattr(optimizer, "buffers", ())  # none, where a rank has nothing to train
+        return []
+    # A rank without parameters to train has no buffers.
+    buffers = getattr(optimizer, "buffers", ())
     stepped = {id(bucket) for buffer in buffers for bucket in buffer.buckets}
     found = []
     for model in optimizer.model_chunks:
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
-            mine = [
+            stepped_groups = [
                 group for group in groups if any(id(bucket) in stepped for bucket in group.buckets)
             ]
-            found += [group for group in reversed(mine) if find_place(group) is not None]
+            found += [group for group in reversed(stepped_groups) if find_place(group) is not None]
     return found

@@ -1,4 +1,4 @@
-"""What is patched for feature ``megatron``, and why there."""
+"""The patches of feature ``megatron``, and the reasons for their places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
 from ovpatch_plugins.megatron.megatron_options import OPTIONS
-from ovpatch_plugins.megatron.megatron_report import COUNTERS, list_left
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, list_fallbacks
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
 _PIPELINE: Final = "megatron.core.pipeline_parallel"
@@ -43,7 +43,7 @@ FEATURE: Final = Feature(
 )
 
 
-# --- what is patched ---
+# --- the patches ---
 
 
 class MegatronPatch(NamedTuple):
@@ -67,14 +67,14 @@ _DELAYS: Final = ("pipeline_schedule",)
 _ORDER: Final = ("ordered_grad_reduce",)
 _GATHER: Final = ("early_param_gather",)
 
-#: All patches, in the order of registration: of two on one target, the later one is the outer one.
+#: All patches, in the order of registration. Of two patches of one target, the later one is the outer one.
 PATCHES: Final = (
     # - Tensor-parallel linears
     MegatronPatch(
         f"{_LAYERS}.linear_with_grad_accumulation_and_async_allreduce",
         "linears.wrap_column",
         _LINEARS,
-        "gathers and multiplies for column-parallel linears and for all others that call it",
+        "gathers and multiplies for column-parallel linears and for all other callers",
     ),
     MegatronPatch(
         f"{_LAYERS}.linear_with_frozen_weight",
@@ -86,21 +86,20 @@ PATCHES: Final = (
         f"{_LAYERS}.RowParallelLinear.forward",
         "linears.wrap_row",
         _LINEARS,
-        "multiplies, and scatters the product: a patch of either function alone could not overlap "
-        "them",
+        "multiplies, and scatters the result: a patch of either function alone could not overlap them",
     ),
     # - Pipelines
     MegatronPatch(
         f"{_PIPELINE}.schedules.forward_backward_pipelining_without_interleaving",
         "megatron_pipeline.wrap_schedule",
         _DELAYS,
-        "is a step of a pipeline; the function stays Megatron's, and computes",
+        "is a step of a pipeline; Megatron's own function still computes it",
     ),
     MegatronPatch(
         f"{_PIPELINE}.schedules.forward_backward_pipelining_with_interleaving",
         "megatron_pipeline.wrap_interleaving",
         _DELAYS,
-        "is a step of a pipeline that stays Megatron's, which the report says",
+        "is a step of a pipeline that Megatron runs, as the report shows",
     ),
     MegatronPatch(
         f"{_PIPELINE}.schedules.backward_step",
@@ -121,15 +120,14 @@ PATCHES: Final = (
         f"{_LAYERS}.linear_with_grad_accumulation_and_async_allreduce",
         "megatron_pipeline.wrap_linear",
         _DELAYS,
-        "computes the weight gradients of linears without sequence parallelism; Megatron-Core "
-        "delays those of "
-        "Transformer Engine alone",
+        "computes the weight gradients of linears without sequence parallelism; Megatron-Core delays only the weight "
+        "gradients of Transformer Engine",
     ),
     MegatronPatch(
         f"{_GROUP}.register_grad_ready",
         "megatron_pipeline.wrap_register",
         _DELAYS,
-        "counts a gradient, which it must not if the weight's product is still due",
+        "counts a gradient, which it must not do while the GEMM of the weight's gradient is due",
     ),
     # - Reductions in one order
     MegatronPatch(
@@ -167,13 +165,13 @@ PATCHES: Final = (
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads",
         "early_param_gather.wrap_step",
         _GATHER,
-        "is where parameters have changed, of each of a chain of optimizers",
+        "is where each optimizer of a chain has changed its parameters",
     ),
     MegatronPatch(
         f"{_GROUP}.start_param_sync",
         "early_param_gather.wrap_start_param_sync",
         _GATHER,
-        "starts a gather that the step has started",
+        "would start a gather again that the step has started",
     ),
     MegatronPatch(
         f"{_GROUP}.finish_param_sync",
@@ -185,23 +183,23 @@ PATCHES: Final = (
         f"{_GROUP}.finish_grad_sync",
         "early_param_gather.wrap_finish_grads",
         _GATHER,
-        "is where a gather loses its validity",
+        "is where Megatron requires a new gather",
     ),
 )
 
 
 def fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
-    """Return that the script uses Megatron-Core."""
+    """Return the remark that the script uses Megatron-Core; "" if it does not."""
     is_used = any(name == "megatron.core" or name.startswith("megatron.core.") for name in names)
     return "uses megatron.core" if is_used else ""
 
 
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches; they wait for the import of ``megatron.core``."""
-    delays = options["pipeline_schedule"] != "stock"
-    is_on = {**options, "pipeline_schedule": delays}
+    """Register the patches. They wait until the script imports ``megatron.core``."""
+    delays_weight_grads = options["pipeline_schedule"] != "stock"
+    is_on = {**options, "pipeline_schedule": delays_weight_grads}
 
-    # The wrappers of one apply() share these objects, which hold what ranks have agreed on.
+    # The wrappers of one apply() share these objects, which have the settings on which ranks have agreed.
     @functools.cache
     def find_owner(module: str) -> Any:
         found: Any = importlib.import_module(f"ovpatch_plugins.megatron.{module}")
@@ -209,11 +207,11 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
             return found.PipelinePatches(options)
         if module == "linears":
             return found.LinearPatches(
-                options, find_owner("megatron_pipeline").queue if delays else None
+                options, find_owner("megatron_pipeline").queue if delays_weight_grads else None
             )
         return found
 
-    # Nothing of the feature is imported before a target is there.
+    # No module of the feature is imported before the script imports a target.
     def wrap_late(original: Callable[..., Any], wrap: str) -> Callable[..., Any]:
         module, _, function = wrap.partition(".")
         wrapper: Callable[..., Any] = getattr(find_owner(module), function)(original)
@@ -223,13 +221,13 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
         if any(is_on[option] for option in patch.options):
             wrap = functools.partial(wrap_late, wrap=patch.wrap)
             patches.register_patch(patch.target, wrap=wrap, optional=True, why=patch.why)
-    if delays:
+    if delays_weight_grads:
         from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
 
         patches.register_patch(
             "torch.distributed.distributed_c10d.destroy_process_group",
             wrap=wrap_destroy_process_group,
-            why="ends the groups beside which the edges of a pipeline have NCCL communicators of their own",
+            why="ends the groups whose pipelines have separate NCCL communicators for their edges",
         )
 
 
@@ -237,26 +235,26 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
 
 
 def activate(options: Mapping[str, Any]) -> None:
-    """Attach to the models that are wrapped already."""
+    """Attach to the models that were wrapped before."""
     if "megatron.core" in sys.modules and (
         options["ordered_grad_reduce"] or options["early_param_gather"]
     ):
-        from ovpatch_plugins.megatron.bucket_order import take_over_all
+        from ovpatch_plugins.megatron.bucket_order import attach_to_all
 
-        take_over_all()
+        attach_to_all()
 
 
 def deactivate() -> None:
-    """Leave all models to Megatron."""
-    param_sync = sys.modules.get("ovpatch_plugins.megatron.early_param_gather")
-    if param_sync is not None:
-        param_sync.finish_all()
+    """Detach from all models."""
+    early_param_gather = sys.modules.get("ovpatch_plugins.megatron.early_param_gather")
+    if early_param_gather is not None:
+        early_param_gather.finish_all()
     pipeline = sys.modules.get("ovpatch_plugins.megatron.megatron_pipeline")
     if pipeline is not None:
         pipeline.close_all()
-    takeover = sys.modules.get("ovpatch_plugins.megatron.bucket_order")
-    if takeover is not None:
-        takeover.give_back_all()
+    bucket_order = sys.modules.get("ovpatch_plugins.megatron.bucket_order")
+    if bucket_order is not None:
+        bucket_order.detach_all()
 
 
 hooks = make_feature_hooks(
@@ -265,6 +263,6 @@ hooks = make_feature_hooks(
     counters=COUNTERS,
     activate=activate,
     deactivate=deactivate,
-    remarks=list_left,
+    remarks=list_fallbacks,
     fits=fits,
 )

@@ -1,8 +1,8 @@
-"""Megatron's 1F1B by the engine of ``pipeline``, with input gradients sent before the weight gradients are computed.
+"""Megatron's 1F1B with the engine of ``pipeline``, which sends input gradients before it computes weight gradients.
 
-Megatron's function runs as it is, with its own forward and backward steps. The engine carries its messages: receives
-start ahead, and no stage waits for a send. A backward leaves out the weight gradients of linears, which are computed
-behind the send where the engine's order has them.
+Megatron's function runs unchanged, with its own forward and backward steps. The engine sends its messages: receives
+start early, and no stage waits for a send. A backward skips the weight gradients of linears. They are computed after
+the send, at the place that the engine's order gives them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ovpatch_plugins.megatron.linears import (
     find_wrapped,
     wrap_function,
 )
-from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_fallback
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 
 _SCHEDULES: Final = "megatron.core.pipeline_parallel.schedules"
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
-# Settings of Megatron's that order or keep gradients in ways of their own.
-_OTHERS: Final = (
+# The settings of Megatron that order or keep gradients in other ways.
+_UNSUPPORTED_SETTINGS: Final = (
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
     "fine_grained_activation_offloading",
@@ -45,7 +45,8 @@ _OTHERS: Final = (
     "enable_cuda_graph",
     "external_cuda_graph",
 )
-_TIMERS: Final = {  # the methods that Megatron's loop calls for messages, with the names of its timers
+# The methods that Megatron's loop calls for messages, with the names of its timers.
+_TIMERS: Final = {
     "recv_forward": "forward-recv",
     "recv_backward": "backward-recv",
     "send_forward": "forward-send",
@@ -54,33 +55,33 @@ _TIMERS: Final = {  # the methods that Megatron's loop calls for messages, with 
     "send_backward_recv_forward": "backward-send-forward-recv",
 }
 _REMEDY: Final = (
-    "Call ovpatch.apply() with the same arguments on every rank before the first step, and give "
-    "every rank the same "
-    "OVPATCH variables; OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks leaves pipelines to "
-    "Megatron."
+    "Call ovpatch.apply() with the same arguments on every rank before the first step, and give every rank the same "
+    "OVPATCH variables; or set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks to have Megatron run pipelines."
 )
 
-_ENGINE: Final = "megatron: engine"  # of a model, as its pipeline's ranks have agreed
+# The value of a model: the engine on which the ranks of its pipeline have agreed.
+_ENGINE_KEY: Final = "megatron: engine"
 
 
 def close_all() -> None:
     """Close the engines of all pipelines."""
-    for model, known in find_owners(_ENGINE):
-        if known.engine is not None:
-            known.engine.close()
-        del attached_values(model)[_ENGINE]
+    for model, agreed in find_owners(_ENGINE_KEY):
+        # Ranks may also have agreed that there is no engine.
+        if agreed.engine is not None:
+            agreed.engine.close()
+        del attached_values(model)[_ENGINE_KEY]
 
 
 class _Step:
     """A call of Megatron's schedule on one stage.
 
     Args:
-        engine: Has the stage's messages and the order.
+        engine: The engine, which has the stage's messages and the order.
         queue: The weight gradients that are due.
-        microbatches: Their number in the step.
-        no_sync: In which context gradients are accumulated before the last microbatch's.
-        timers: Megatron's, or None.
-        delays: Whether weight gradients are delayed.
+        microbatches: The number of microbatches of the step.
+        no_sync: Returns the context in which gradients before those of the last microbatch are accumulated.
+        timers: The timers of Megatron, or None.
+        delays_weight_grads: Whether weight gradients are delayed.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class _Step:
         no_sync: Callable[[], Any],
         timers: Any,
         *,
-        delays: bool,
+        delays_weight_grads: bool,
     ) -> None:
-        self.delays = delays
+        self.delays_weight_grads = delays_weight_grads
         self._engine = engine
         self._queue = queue
-        self._microbatches = self._left = microbatches
+        self._microbatches = microbatches
+        # The number of backwards that have not ended yet.
+        self._remaining = microbatches
         self._no_sync = no_sync
         self._timers = timers
 
@@ -105,33 +108,35 @@ class _Step:
         """Run a microbatch's backward inside the ``with`` block."""
         with self._queue.recording() if self._queue.is_active else contextlib.nullcontext():
             yield
-        self._left -= 1
+        self._remaining -= 1
 
     def receive(self, shapes: Sequence[Sequence[int]], *, is_forward: bool) -> list[Tensor | None]:
-        """Return what the next forward or backward reads, as Megatron has it.
+        """Return the input of the next forward or backward, in Megatron's form.
 
         Raises:
-            RuntimeError: Megatron runs something else than the engine's order has.
+            RuntimeError: Megatron runs another computation than the engine's order has.
         """
         try:
-            found: list[Tensor | None] = [*self._engine.receive(shapes, is_forward=is_forward)]
+            result: list[Tensor | None] = [*self._engine.receive(shapes, is_forward=is_forward)]
         except LoopError as error:
             raise _make_order_error(error) from error
-        return found or [None] * len(shapes)
+        # The first stage receives nothing, and Megatron expects None for each tensor.
+        return result or [None] * len(shapes)
 
     def send(self, tensors: Any) -> None:
-        """Send a result, and compute what is due behind it."""
+        """Send a result, and compute the weight gradients that are due after it."""
         before = COUNTERS.weight_grads
         self._engine.send(tensors if isinstance(tensors, list) else [tensors])
         COUNTERS.early_sends += COUNTERS.weight_grads != before
 
     def compute(self, microbatch: int) -> None:
         """Compute a microbatch's weight gradients."""
+        # The engine's order has a place for weight gradients even if this stage delays none.
         if not len(self._queue):
             return
-        # In its last backward Megatron counts gradients; only the last microbatch's are to be counted.
-        counts = self._left or microbatch == self._microbatches - 1
-        with contextlib.nullcontext() if counts else self._no_sync():
+        # Megatron counts gradients from its last backward on, but it must count only those of the last microbatch.
+        should_count = self._remaining or microbatch == self._microbatches - 1
+        with contextlib.nullcontext() if should_count else self._no_sync():
             self._queue.compute(1)
 
     def finish(self) -> None:
@@ -143,8 +148,8 @@ class _Step:
         COUNTERS.early_receives += self._engine.early_receives
 
     @contextlib.contextmanager
-    def timing(self, name: str, is_edge: bool) -> Iterator[None]:
-        """Have Megatron's timer ``name`` run inside the ``with`` block, unless the stage has no such neighbour."""
+    def time_message(self, name: str, is_edge: bool) -> Iterator[None]:
+        """Run Megatron's timer ``name`` inside the ``with`` block, unless the stage has no such neighbor."""
         if self._timers is None or is_edge:
             yield
             return
@@ -155,14 +160,20 @@ class _Step:
 
 def _make_order_error(error: LoopError) -> RuntimeError:
     return RuntimeError(
-        "ovpatch: Megatron's pipeline schedule is not that of known versions: "
-        f"{str(error).rstrip('.')}. "
-        "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
+        "ovpatch: Megatron's pipeline schedule differs from the schedules of known versions: "
+        f"{str(error).rstrip('.')}. Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
     )
 
 
-class _Known(NamedTuple):
-    """What the ranks of a pipeline have agreed on: the engine, or None with the reason."""
+class _AgreedEngine(NamedTuple):
+    """The engine on which the ranks of a pipeline have agreed.
+
+    Attributes:
+        group: The process group of the pipeline.
+        objection: This rank's reason against an engine; "" if it has none.
+        engine: The engine; None if a rank has a reason against it.
+        reason: That reason; "" if there is an engine.
+    """
 
     group: dist.ProcessGroup
     objection: str
@@ -177,55 +188,57 @@ class PipelinePatches:
         self.queue = WeightGradQueue()
         self._schedule: str = options["pipeline_schedule"]
         self._step: _Step | None = None
-        self._wrappers: weakref.WeakKeyDictionary[Any, str] = (
-            weakref.WeakKeyDictionary()
-        )  # by the model
+        # The objections against the wrappers of models.
+        self._wrapper_reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def wrap_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward_backward_pipelining_without_interleaving``."""
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            # A loss that runs another pipeline calls this function inside of a step.
             if self._step is not None:
-                with self._paused():
+                with self._pause_step():
                     return original(*args, **kwargs)
-            step = None if args else self._begin(kwargs)
+            # Megatron's signature has only keyword parameters. Positional arguments belong to an unknown version.
+            step = None if args else self._start_step(kwargs)
             if step is None:
                 return original(*args, **kwargs)
+            # An exception must also clear the step, because later calls would run inside of it.
             try:
                 self._step = step
-                with self.queue.running() if step.delays else contextlib.nullcontext():
-                    found = original(**kwargs)
+                with self.queue.running() if step.delays_weight_grads else contextlib.nullcontext():
+                    result = original(**kwargs)
                 step.finish()
             finally:
                 self._step = None
             COUNTERS.pipeline_steps += 1
-            return found
+            return result
 
         return forward_backward
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Leave what runs inside the ``with`` block to Megatron: its messages are not those of the step around it."""
-        note_left(
-            "the pipeline's schedule inside of another step, as in a function of its loss or of "
-            "its gradients"
+    def _pause_step(self) -> Iterator[None]:
+        """Make Megatron run the ``with`` block itself, because its messages do not belong to the outer step."""
+        note_fallback(
+            "the pipeline's schedule inside of another step, as in a function of its loss or of its gradients"
         )
-        step, delays = self._step, self.queue.is_active
-        self._step, self.queue.is_active = None, False
+        step, delays_weight_grads = self._step, self.queue.is_active
+        self._step = None
+        self.queue.is_active = False
         try:
             yield
         finally:
-            self._step, self.queue.is_active = step, delays
+            self._step = step
+            self.queue.is_active = delays_weight_grads
 
     def wrap_interleaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``forward_backward_pipelining_with_interleaving``, which is left as it is: the report says so."""
+        """Wrap ``forward_backward_pipelining_with_interleaving``, to report that Megatron runs it."""
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            note_left(
-                "the pipeline's schedule with interleaving, which can hide messages itself "
-                "(overlap_p2p_comm)"
+            note_fallback(
+                "the pipeline's schedule with interleaving, which can hide messages itself (overlap_p2p_comm)"
             )
             return original(*args, **kwargs)
 
@@ -244,22 +257,22 @@ class PipelinePatches:
         return backward_step
 
     def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method of :data:`_TIMERS`: takes what a computation has made, and returns what the next one reads."""
+        """Wrap a method of :data:`_TIMERS`, which sends the last result and returns the next computation's input."""
         patches = self
         name = original.__name__
         timer, sends, receives = _TIMERS[name], name.startswith("send"), "recv" in name
         is_forward = name.endswith("recv_forward")
+        # Callers may pass the arguments by position.
         names = list(inspect.signature(original).parameters)[1:]
 
         @functools.wraps(original)
         def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
             if patches._step is None:
                 return original(self, *args, **kwargs)
-            given = dict(zip(names, args, strict=False)) | kwargs
-            *values, is_edge = (
-                given[name] for name in names
-            )  # tensors, shapes, whether there is no neighbour
-            with patches._step.timing(timer, is_edge):
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            # The arguments are tensors to send, shapes to receive, and whether the stage has no such neighbor.
+            *values, is_edge = (arguments[name] for name in names)
+            with patches._step.time_message(timer, is_edge):
                 if sends:
                     patches._step.send(values[0])
                 return (
@@ -273,7 +286,7 @@ class PipelinePatches:
         return wrap_function(original, functools.partial(self._compute, find_wrapped(original)))
 
     def wrap_register(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``register_grad_ready``: a gradient that is held counts when it is computed."""
+        """Wrap ``register_grad_ready``, so that a held gradient counts when it is computed."""
         queue = self.queue
 
         @functools.wraps(original)
@@ -285,48 +298,51 @@ class PipelinePatches:
 
     def _compute(
         self,
-        foreign: str,
+        foreign_reason: str,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        fuse: bool,
-        reduces: bool,
+        fuses: bool,
+        should_reduce: bool,
         sequence_parallel: bool,
-        further: Mapping[str, Any],
+        extra_args: Mapping[str, Any],
     ) -> Tensor | None:
-        """Return a linear's output; None if its weight's gradient stays in Megatron's backward."""
+        """Return a linear's output; None if Megatron's backward computes the weight's gradient."""
         if not self.queue.is_active or sequence_parallel or torch.compiler.is_compiling():
             return None
-        if not x.requires_grad or further.get("grad_output_buffer") is not None:
+        # With a buffer, Megatron defers the weight's gradient itself.
+        if not x.requires_grad or extra_args.get("grad_output_buffer") is not None:
             return None
+        # The parameter may still be pending after a step that gathers early.
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
-        reason = foreign or find_unsupported(x, weight, fuse)
+        reason = foreign_reason or find_unsupported(x, weight, fuses)
         if reason:
-            note_left(f"the weight gradient of a linear, which stays in the backward: {reason}")
+            note_fallback(f"the weight gradient of a linear, which the backward computes: {reason}")
             return None
-        compute = find_weight_grad(weight) if fuse else multiply
-        entering, taking = self.queue.enter(weight, compute)
-        if taking is compute:
+        compute = find_weight_grad(weight) if fuses else multiply
+        entered, taken = self.queue.enter(weight, compute)
+        # The queue does not delay the gradient of this weight.
+        if taken is compute:
             return None
         layers = sys.modules[_LAYERS]
         group = (
-            layers.get_tensor_model_parallel_group_if_none(further.get("tp_group"))
-            if reduces
+            layers.get_tensor_model_parallel_group_if_none(extra_args.get("tp_group"))
+            if should_reduce
             else None
         )
         prepare = layers.prepare_input_tensors_for_wgrad_compute
-        output: Tensor = apply_function(Linear, x, entering, bias, taking, group, prepare)
+        output: Tensor = apply_function(Linear, x, entered, bias, taken, group, prepare)
         return output
 
-    def _begin(self, given: Mapping[str, Any]) -> _Step | None:
-        """Return what a call of the schedule runs with, or None if it stays Megatron's."""
-        if given.get("forward_only"):
+    def _start_step(self, arguments: Mapping[str, Any]) -> _Step | None:
+        """Return the step of a call of the schedule; None if Megatron runs the call."""
+        if arguments.get("forward_only"):
             return None
-        schedules, model = sys.modules[_SCHEDULES], given["model"]
+        schedules, model = sys.modules[_SCHEDULES], arguments["model"]
         model = model[0] if isinstance(model, list) else model
-        config, communicator = schedules.get_model_config(model), given.get("p2p_communicator")
-        reason, engine = _find_foreign_messages(given, schedules), None
+        config, communicator = schedules.get_model_config(model), arguments.get("p2p_communicator")
+        reason, engine = _find_foreign_messages(arguments, schedules), None
         if not reason:
             state = schedules.parallel_state
             group = (
@@ -336,47 +352,55 @@ class PipelinePatches:
             )
             engine, reason = self._find_engine(model, config, group)
         if engine is None:
-            note_left(f"the pipeline's schedule: {reason}")
+            note_fallback(f"the pipeline's schedule: {reason}")
             return None
         no_sync, order = config.no_sync_func, "1f1b"
         if self._schedule == "zb-h1":
             if no_sync is None or getattr(no_sync, "__func__", None) is _find_no_sync(model):
                 order = "zb-h1"
             else:
-                note_left(
-                    "schedule zb-h1, which is 1f1b here: no_sync_func is not that of Megatron's "
-                    "own model"
+                note_fallback(
+                    "schedule zb-h1, which is 1f1b here: no_sync_func does not belong to Megatron's own model"
                 )
-        if (
-            no_sync is None or config.grad_sync_func is not None
-        ):  # the latter: Megatron counts behind all backwards
+        # With grad_sync_func, Megatron counts gradients after all backwards.
+        if no_sync is None or config.grad_sync_func is not None:
             no_sync = contextlib.nullcontext
         step = _Step(
             engine,
             self.queue,
-            given["num_microbatches"],
+            arguments["num_microbatches"],
             no_sync,
             config.timers,
-            delays=self._delays(config, group),
+            delays_weight_grads=self._should_delay(config, group),
         )
-        varies = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
-        make = functools.partial(_make_buffer, config.pipeline_dtype)
-        compute = weak_method(step.compute)  # which may reference the model: that keeps the engine
-        engine.start_step(order, given["num_microbatches"], make, compute, varies=varies)
+        has_varying_shapes = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
+        make_buffer = functools.partial(_make_buffer, config.pipeline_dtype)
+        # The step may refer to the model, which keeps the engine. A strong reference would be a cycle.
+        compute = weak_method(step.compute)
+        engine.start_step(
+            order,
+            arguments["num_microbatches"],
+            make_buffer,
+            compute,
+            varies=has_varying_shapes,
+        )
         return step
 
     def _find_engine(
         self, model: Any, config: Any, group: dist.ProcessGroup
     ) -> tuple[ProgramCursor | None, str]:
-        """Return the engine of a model's pipeline, or None and the reason; the same on all ranks."""
-        if model not in self._wrappers:
-            self._wrappers[model] = _find_wrapper(model)
+        """Return the engine of a model's pipeline, or None and the reason; all ranks get the same result."""
+        if model not in self._wrapper_reasons:
+            self._wrapper_reasons[model] = _find_wrapper(model)
         device = torch.device(torch.cuda.current_device())
         objection = (
-            self._wrappers[model] or _find_setting(config) or find_group_reason(group, device)
+            self._wrapper_reasons[model]
+            or _find_setting(config)
+            or find_group_reason(group, device)
         )
-        known: _Known | None = attached_values(model).get(_ENGINE)
-        if known is None or known.group is not group or known.objection != objection:
+        agreed: _AgreedEngine | None = attached_values(model).get(_ENGINE_KEY)
+        # Ranks agree again if the group or this rank's objection has changed.
+        if agreed is None or agreed.group is not group or agreed.objection != objection:
             terms = {"pipeline_schedule": self._schedule}
             limit = wait_limit_s(group, LATE_START_S)
             reason = check_consistent(
@@ -388,18 +412,20 @@ class PipelinePatches:
                 remedy=_REMEDY,
             )
             engine = None if reason else ProgramCursor(group, device)
-            attached_values(model)[_ENGINE] = known = _Known(group, objection, engine, reason)
-        return known.engine, known.reason
+            attached_values(model)[_ENGINE_KEY] = agreed = _AgreedEngine(
+                group, objection, engine, reason
+            )
+        return agreed.engine, agreed.reason
 
-    def _delays(self, config: Any, group: dist.ProcessGroup) -> bool:
-        """Return whether this stage computes weight gradients behind its sends."""
+    def _should_delay(self, config: Any, group: dist.ProcessGroup) -> bool:
+        """Return whether this stage computes weight gradients after its sends."""
         if self._schedule == "auto" and config.tensor_model_parallel_size > 1:
-            note_left(
-                "weight gradients of a pipeline's stages: auto keeps collectives of "
-                "tensor-parallel linears under them"
+            note_fallback(
+                "weight gradients of a pipeline's stages: auto keeps collectives of tensor-parallel linears under them"
             )
             return False
-        return group.rank() > 0  # no stage waits for the first one's input gradient
+        # No stage waits for the input gradient of the first stage.
+        return group.rank() > 0
 
 
 def _make_buffer(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -409,44 +435,50 @@ def _make_buffer(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         )
 
 
-def _find_foreign_messages(given: Mapping[str, Any], schedules: Any) -> str:
-    """Return why the engine cannot have a step's messages, or ""; the same on all ranks."""
-    communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")
+def _find_foreign_messages(arguments: Mapping[str, Any], schedules: Any) -> str:
+    """Return the reason for which the engine cannot send a step's messages; "" if there is none.
+
+    All ranks get the same result.
+    """
+    communicator, groups = arguments.get("p2p_communicator"), arguments.get("pg_collection")
     if communicator is not None and type(communicator) is not schedules.P2PCommunicator:
         return f"messages are sent by {type(communicator).__name__}"
     if groups is not None and (communicator is None or "MultiModule" in type(groups).__name__):
         return f"its groups are given as {type(groups).__name__}"
     return (
         "adjust_tensor_shapes_fn is given"
-        if given.get("adjust_tensor_shapes_fn") is not None
+        if arguments.get("adjust_tensor_shapes_fn") is not None
         else ""
     )
 
 
 def _find_setting(config: Any) -> str:
-    """Return which setting leaves a step to Megatron, or ""."""
+    """Return the remark that a setting is not supported; "" if all are."""
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return "cuda_graph_impl is on"
-    return next((f"{name} is on" for name in _OTHERS if getattr(config, name, False)), "")
+    return next(
+        (f"{name} is on" for name in _UNSUPPORTED_SETTINGS if getattr(config, name, False)), ""
+    )
 
 
 def _find_wrapper(model: Any) -> str:
-    """Return which wrapper of the model waits for all gradients inside of the backward, or ""."""
-    for kind in {type(module) for module in model.modules()}:
+    """Return the remark that a wrapper of the model needs all gradients inside of the backward; "" if none does."""
+    for module_class in {type(module) for module in model.modules()}:
         if (
-            kind.__module__.startswith("torch.nn.parallel")
-            or hasattr(kind, "unshard")
-            or "FullyShard" in kind.__name__
+            module_class.__module__.startswith("torch.nn.parallel")
+            or hasattr(module_class, "unshard")
+            or "FullyShard" in module_class.__name__
         ):
-            return f"the model is in {kind.__name__}"
+            return f"the model is in {module_class.__name__}"
     return ""
 
 
 def _find_no_sync(model: Any) -> Any:
-    """Return the function ``no_sync`` of a model in Megatron's own DistributedDataParallel."""
-    kind = type(model)
+    """Return the ``no_sync`` function of a model in Megatron's own DistributedDataParallel, or otherwise the model."""
+    # The caller compares the result with a function, and a model equals no function.
+    module_class = type(model)
     return (
-        kind.no_sync
-        if kind.__module__ == "megatron.core.distributed.distributed_data_parallel"
+        module_class.no_sync
+        if module_class.__module__ == "megatron.core.distributed.distributed_data_parallel"
         else model
     )

@@ -1,4 +1,4 @@
-"""Counters of the feature in this process, and what it leaves to Megatron."""
+"""Counters of the feature in this process, and the parts for which it falls back to Megatron."""
 
 from __future__ import annotations
 
@@ -8,39 +8,51 @@ from ovpatch.hookspecs import FeatureCounters
 
 
 class Counters(FeatureCounters):
-    """Totals since the process started."""
+    """Totals since the process started.
 
-    calls: int = 0  # sequence-parallel linears that our operators computed, forward passes
-    stock_calls: int = 0  # those that were left to Megatron
-    models: int = 0  # models in Megatron's DistributedDataParallel
-    reductions: int = 0  # bucket groups whose reduction started in backward, in order
-    held: int = 0  # those of them that were ready before an earlier one, and waited for it
-    gathers: int = 0  # bucket groups whose parameters are gathered from the end of a step on
-    reads: int = 0  # those of them that a reader other than Megatron's own hooks has waited for
-    pipeline_steps: int = 0  # steps of a pipeline's stage that the engine of feature pipeline ran
-    weight_grads: int = 0  # weight gradients of linears that were computed behind a send
-    early_sends: int = 0  # sends under which weight gradients were computed
-    early_receives: int = (
-        0  # receives that were started ahead of the computation in front of their reader
-    )
+    Attributes:
+        calls: Forward passes through sequence-parallel linears that our operators computed.
+        stock_calls: Forward passes through sequence-parallel linears that Megatron computed.
+        models: Models in Megatron's DistributedDataParallel.
+        reductions: Bucket groups whose reduction started in backward, in order.
+        held: Bucket groups that were ready before an earlier group, and waited for it.
+        gathers: Bucket groups whose parameters were gathered from the end of a step on.
+        reads: Bucket groups for which a reader other than Megatron's own hooks has waited.
+        pipeline_steps: Steps of a pipeline's stage that the engine of feature pipeline ran.
+        weight_grads: Weight gradients of linears that were computed after a send.
+        early_sends: Sends under which weight gradients were computed.
+        early_receives: Receives that started before the computation that precedes their reader.
+    """
+
+    calls: int = 0
+    stock_calls: int = 0
+    models: int = 0
+    reductions: int = 0
+    held: int = 0
+    gathers: int = 0
+    reads: int = 0
+    pipeline_steps: int = 0
+    weight_grads: int = 0
+    early_sends: int = 0
+    early_receives: int = 0
 
 
 COUNTERS = Counters()
 
 # The parts that Megatron computes itself, each with its reason.
-_LEFT: Final[dict[str, None]] = {}
+_FALLBACKS: Final[dict[str, None]] = {}
 
 
-def note_left(text: str) -> None:
-    """Have the report list a part that is left to Megatron, and the reason."""
-    _LEFT[text] = None
+def note_fallback(text: str) -> None:
+    """Make the report list a part that Megatron computes, and the reason."""
+    _FALLBACKS[text] = None
 
 
-def list_left() -> list[str]:
-    """Return the parts that are left to Megatron, with their reasons."""
-    return list(_LEFT)
+def list_fallbacks() -> list[str]:
+    """Return the parts that Megatron computes, with their reasons."""
+    return list(_FALLBACKS)
 
 
-def drop_left() -> None:
-    """Forget all parts."""
-    _LEFT.clear()
+def clear_fallbacks() -> None:
+    """Drop all parts."""
+    _FALLBACKS.clear()

@@ -1,6 +1,6 @@
-"""Feature ``tp_linear``: tensor-parallel linears whose collectives hide under their matrix products.
+"""Feature ``tp_linear``: tensor-parallel linears whose collectives hide under their GEMMs.
 
-Two operators on local tensors stand alone, for parallel layers of a script::
+A script may call two operators on local tensors directly, for parallel layers that it writes itself::
 
     from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 """
@@ -22,5 +22,5 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Loaded at the first use: describing the feature must stay cheap.
+    # A module is loaded at its first use, because a description of the feature must not import torch.
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -5,19 +5,19 @@ Three facts decide: how the style shards the weight, the layout of the input, an
 =======  ==================  ===============  =================  ====================================================
 Weight   Input               Output           Operator           What hides under what
 =======  ==================  ===============  =================  ====================================================
-columns  sequence sharded    features         gather_linear      the gather under GEMMs, if the schedule splits them;
-                                                                 in backward, the reduce-scatter of the input's
-                                                                 gradient under the weight's gradient
-columns  replicated, plain   features         replicated_linear  in backward, the all-reduce of the input's gradient
-                                                                 under the weight's gradient
-columns  replicated DTensor  features         local_linear       nothing: the input's gradient stays a term of a sum
-rows     features sharded    sequence         linear_scatter     the reduce-scatter under GEMMs, if the schedule splits
-                                                                 them; in backward, the gather under GEMMs
-rows     features sharded    replicated       linear_reduce      the all-reduce under GEMMs, if the schedule splits
-                                                                 them
+columns  sequence sharded    features         gather_linear      The gather under GEMMs, if the schedule splits them.
+                                                                 In backward, the reduce-scatter of the input's
+                                                                 gradient under the weight's gradient.
+columns  replicated, plain   features         replicated_linear  In backward, the all-reduce of the input's gradient
+                                                                 under the weight's gradient.
+columns  replicated DTensor  features         local_linear       Nothing: the input's gradient stays a term of a sum.
+rows     features sharded    sequence         linear_scatter     The reduce-scatter under GEMMs, if the schedule
+                                                                 splits them. In backward, the gather under GEMMs.
+rows     features sharded    replicated       linear_reduce      The all-reduce under GEMMs, if the schedule splits
+                                                                 them.
 =======  ==================  ===============  =================  ====================================================
 
-A column-parallel linear with another output layout is computed likewise, and stock PyTorch redistributes the output.
+A column-parallel linear with another output layout has the same operator, and stock PyTorch redistributes the output.
 Stock PyTorch computes every other input: inputs that it first redistributes, reinterprets or moves, inputs on another
 mesh, and sequences that the ranks do not share evenly. It also computes row-parallel linears with another output.
 """
@@ -48,17 +48,17 @@ class OpPlan:
     Attributes:
         operator: A key of ``OPERATORS``. Compilers understand a string better than an object.
         dim: The sequence dimension of the input or output.
-        given: The placement of the input's gradient; None if it is a plain tensor.
-        returned: The placement of the output; None if it is a plain tensor.
-        finish: Whether stock PyTorch must still redistribute the output.
+        input_grad_placement: The placement of the input's gradient; None if it is a plain tensor.
+        output_placement: The placement of the output; None if it is a plain tensor.
+        should_redistribute: Whether stock PyTorch must still redistribute the output.
         calls: Contexts of calls, by whether the input needs a gradient.
     """
 
     operator: str
     dim: int
-    given: Placement | None
-    returned: Placement | None
-    finish: bool
+    input_grad_placement: Placement | None
+    output_placement: Placement | None
+    should_redistribute: bool
     calls: dict[bool, OpContext] = dataclasses.field(default_factory=dict)
 
 
@@ -66,73 +66,100 @@ class ShardedLinear:
     """The layouts of one linear that a style has sharded over a mesh of one dimension, by columns or by rows.
 
     Attributes:
-        column: Whether the weight is sharded by columns.
+        is_column: Whether the weight is sharded by columns, which are its output features.
         mesh: The mesh.
-        input_layouts: The placements of inputs, as the style says.
-        output_layouts: The placements of outputs, as the style says.
+        input_layouts: The placements of inputs in the style.
+        output_layouts: The placements of outputs in the style.
         use_local_output: Whether outputs are local tensors.
-        desired: The placements of the input in the GEMM of stock PyTorch.
+        gemm_layouts: The placements of the input in the GEMM of stock PyTorch.
         takes_replicated: Whether the style takes an input that all ranks have.
     """
 
-    def __init__(self, column: bool, mesh: DeviceMesh, style: Style) -> None:
-        self.column = column
+    def __init__(self, is_column: bool, mesh: DeviceMesh, style: Style) -> None:
+        self.is_column = is_column
         self.mesh = mesh
         self.input_layouts: tuple[Placement, ...] = style.input_layouts
         self.output_layouts: tuple[Placement, ...] = style.output_layouts
         self.use_local_output = style.use_local_output
-        self.desired: tuple[Placement, ...] = (Replicate(),) if column else (FEATURES,)
+        self.gemm_layouts: tuple[Placement, ...] = (Replicate(),) if is_column else (FEATURES,)
         self.takes_replicated = self.input_layouts == (Replicate(),)
         self._world = mesh.size()
 
     def plan_for_plain(self, x: Tensor) -> OpPlan | None:
         """Return the plan for a plain tensor, which has the style's layout; None for stock PyTorch."""
-        if self.column:
-            return self._column_plan(x, self.input_layouts[0], None)
-        if self.input_layouts != self.desired and self.input_layouts != (Shard(x.dim() - 1),):
+        if self.is_column:
+            return self._make_column_plan(x, self.input_layouts[0], None)
+        # Stock PyTorch redistributes an input with another layout before the GEMM.
+        if self.input_layouts != self.gemm_layouts and self.input_layouts != (Shard(x.dim() - 1),):
             return None
-        return self._row_plan(x, None)
+        return self._make_row_plan(x, None)
 
     def plan_for_dtensor(self, x: DTensor) -> OpPlan | None:
         """Return the plan for a DTensor's own layout; None for stock PyTorch."""
         if x.device_mesh != self.mesh:
             return None
-        if not self.column:
+        if not self.is_column:
             features = (Shard(x.dim() - 1),)
-            as_said = self.input_layouts in (self.desired, features)
-            return self._row_plan(x, features[0]) if as_said and x.placements == features else None
+            as_said = self.input_layouts in (self.gemm_layouts, features)
+            return (
+                self._make_row_plan(x, features[0])
+                if as_said and x.placements == features
+                else None
+            )
         if x.placements != self.input_layouts:
             # Stock PyTorch reinterprets or redistributes it.
             return None
-        if x.placements == self.desired:
-            return self._column_plan(x, x.placements[0], Partial())
+        # Each rank's gradient of a replicated DTensor is a term of a sum, which autograd reduces later.
+        if x.placements == self.gemm_layouts:
+            return self._make_column_plan(x, x.placements[0], Partial())
+        # Ranks with shards of different sizes cannot gather them in one collective.
         placement = x.placements[0]
         if isinstance(placement, Shard) and x.shape[placement.dim] % self._world:
             return None
-        return self._column_plan(x, placement, placement)
+        return self._make_column_plan(x, placement, placement)
 
-    def _column_plan(self, x: Tensor, layout: Placement, given: Placement | None) -> OpPlan | None:
+    def _make_column_plan(
+        self, x: Tensor, layout: Placement, input_grad_placement: Placement | None
+    ) -> OpPlan | None:
         features = Shard(x.dim() - 1)
         as_computed = self.output_layouts in ((FEATURES,), (features,))
-        local = as_computed and self.use_local_output
-        returned, finish = None if local else features, not as_computed
+        is_local = as_computed and self.use_local_output
+        output_placement, should_redistribute = None if is_local else features, not as_computed
         if layout.is_replicate():
-            sums = given is None or not given.is_partial()
+            sums = input_grad_placement is None or not input_grad_placement.is_partial()
             return OpPlan(
-                "replicated_linear" if sums else "local_linear", 0, given, returned, finish
+                "replicated_linear" if sums else "local_linear",
+                0,
+                input_grad_placement,
+                output_placement,
+                should_redistribute,
             )
         dim = find_sequence_dim(layout, x)
-        return None if dim is None else OpPlan("gather_linear", dim, given, returned, finish)
+        return (
+            None
+            if dim is None
+            else OpPlan(
+                "gather_linear", dim, input_grad_placement, output_placement, should_redistribute
+            )
+        )
 
-    def _row_plan(self, x: Tensor, given: Placement | None) -> OpPlan | None:
+    def _make_row_plan(self, x: Tensor, input_grad_placement: Placement | None) -> OpPlan | None:
         layout = self.output_layouts[0]
         if layout.is_replicate():
             return OpPlan(
-                "linear_reduce", 0, given, None if self.use_local_output else layout, False
+                "linear_reduce",
+                0,
+                input_grad_placement,
+                None if self.use_local_output else layout,
+                False,
             )
         dim = find_sequence_dim(layout, x)
         if dim is None:
             return None
         return OpPlan(
-            "linear_scatter", dim, given, None if self.use_local_output else Shard(dim), False
+            "linear_scatter",
+            dim,
+            input_grad_placement,
+            None if self.use_local_output else Shard(dim),
+            False,
         )

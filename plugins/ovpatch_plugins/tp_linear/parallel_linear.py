@@ -1,4 +1,4 @@
-"""A linear that is computed by the operators of tensor parallelism, and the options that all of them look up."""
+"""A linear that the operators of tensor parallelism compute, and the settings that all of these linears read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwisePara
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensor_parallel import operators, tp_group
-from ovpatch.overlap.tensor_parallel.layout import PLAIN, is_traced
+from ovpatch.overlap.tensor_parallel.layout import PLAIN, is_recorded
 from ovpatch.overlap.tensor_parallel.operators import (
     OPERATORS,
     accumulate_weight_grad,
@@ -32,48 +32,59 @@ from ovpatch_plugins.tp_linear.tp_linear_options import OPTIONS
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 _REMEDY = (
-    "Either ovpatch is not active there, or that rank does not build the same model. Call "
-    "ovpatch.apply() with the "
-    "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH "
-    "variables; "
-    "OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock."
+    "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
+    "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH variables; or set "
+    "OVPATCH_TP_LINEAR=0 on all ranks to have stock PyTorch compute linears."
 )
 
 
 @dataclasses.dataclass
 class State:
-    """Settings that modules look up at every call."""
+    """The settings that modules read at every call.
 
-    on: bool = False  # whether the feature is on; if not, modules and their copies compute as stock
+    Attributes:
+        is_on: Whether the feature is on. Otherwise modules and their copies compute as stock PyTorch.
+        config: The settings of operators.
+        shares_gathers: Whether one gather for several linears is computed together with their GEMMs.
+        compiles: Whether compiled graphs contain the feature's operators.
+        terms: All options, which must be the same on all ranks.
+    """
+
+    is_on: bool = False
     config: TPConfig = dataclasses.field(
         default_factory=lambda: TPConfig(find_schedule(DEFAULT_SCHEDULE, 4))
-    )  # how operators are computed
-    shares: bool = True  # whether one gather for several linears is computed with their products
-    compiles: bool = False  # whether compiled graphs contain the feature's operators
-    terms: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # all options, which must be the same on all ranks
+    )
+    shares_gathers: bool = True
+    compiles: bool = False
+    terms: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
-        """Set everything by the feature's options."""
-        schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
-        fuse = options["gradient_accumulation_fusion"]
+        """Set all attributes from the feature's options."""
+        schedule = find_schedule(
+            options["schedule"], options["chunks"], regathers=options["regather"]
+        )
+        fuses = options["gradient_accumulation_fusion"]
         self.config = TPConfig(
-            schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"]
+            schedule, accumulate_weight_grad if fuses else multiply_weight_grad, options["regather"]
         )
         self.terms = dict(options)
-        self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
+        self.shares_gathers = options["shared_gather"]
+        self.compiles = options["compiled"]
+        self.is_on = True
 
 
 STATE = State()
 
 
 def agree_on_terms(mesh: DeviceMesh) -> None:
-    """Have the ranks of a mesh agree on how linears compute, once per :func:`.tp_group.get_generation`.
+    """Make the ranks of a mesh agree on the settings, once per :func:`.tp_group.get_generation`.
 
-    They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
-    models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ;
-    OptionError if they cannot use the kernels that the user wants.
+    They agree when ``parallelize_module`` first shards a linear over the group, because stock PyTorch needs all ranks
+    there as well. Models that were parallelized before ``ovpatch.apply()`` agree in their first forward.
+
+    Raises:
+        RankMismatchError: The settings of ranks differ.
+        OptionError: The ranks cannot use the kernels that the user has chosen.
     """
     group = mesh.get_group()
     check_consistent_once(
@@ -85,54 +96,56 @@ def agree_on_terms(mesh: DeviceMesh) -> None:
 
 
 class TPLinear(ShardedLinear):
-    """How a style has cut one linear over a mesh of one dimension: by columns, its output features, or by rows.
+    """The computation of one linear that a style has sharded over a mesh of one dimension, by columns or by rows.
 
-    Stock gathers in a forward pre-hook and scatters in a forward hook. A linear that is taken over has neither. Where
-    no operator applies, its forward calls the hooks' functions around the product of DTensors.
+    Stock PyTorch gathers in a forward pre-hook and scatters in a forward hook. An attached linear has neither hook. If
+    no operator applies, its forward calls the functions of these hooks around the GEMM of DTensors.
     """
 
-    def __init__(self, column: bool, mesh: DeviceMesh, style: Style) -> None:
-        super().__init__(column, mesh, style)
+    def __init__(self, is_column: bool, mesh: DeviceMesh, style: Style) -> None:
+        super().__init__(is_column, mesh, style)
         # The class whose functions prepare inputs and outputs in stock PyTorch.
-        self._stock: Any = ColwiseParallel if column else RowwiseParallel
-        self._on_cpu = mesh.device_type == "cpu"
+        self._style_class: Any = ColwiseParallel if is_column else RowwiseParallel
+        self._is_on_cpu = mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None
-        self._era = -1  # in which the group has agreed
+        # The generation in which the ranks of the group agreed.
+        self._generation = -1
         self._clear_plans()
 
     def _clear_plans(self) -> None:
-        self._known: Any = (None, None)  # the last layouts of weight and bias that matched
-        self._plans: dict[
-            int, OpPlan | None
-        ] = {}  # for plain tensors, by their number of dimensions
-        self._last: tuple[Any, OpPlan | None] = (
-            None,
-            None,
-        )  # the last DTensor's layout and its plan
+        # The last layouts of weight and bias that matched.
+        self._matched_specs: Any = (None, None)
+        # The plans for plain tensors, by the number of dimensions.
+        self._plans_by_dims: dict[int, OpPlan | None] = {}
+        # The layout of the last DTensor, and its plan.
+        self._last_dtensor_plan: tuple[Any, OpPlan | None] = (None, None)
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         """Set the process group, whose ranks have agreed."""
-        self._group, self._era = group, tp_group.get_generation()
+        self._group = group
+        self._generation = tp_group.get_generation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPLinear:
-        return self  # it is never changed, and a mesh is not copied either
+        # The layouts never change, and a copied module stays on the same mesh.
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
+        # Process groups cannot be pickled, and plans refer to them.
         return self.__dict__ | {
-            "_known": (None, None),
+            "_matched_specs": (None, None),
             "_group": None,
-            "_plans": {},
-            "_last": (None, None),
-            "_era": -1,
+            "_plans_by_dims": {},
+            "_last_dtensor_plan": (None, None),
+            "_generation": -1,
         }
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks over which the linear is cut, which have agreed on how to compute."""
+        """The ranks over which the linear is sharded, after they have agreed on the settings."""
         if torch.compiler.is_compiling():
-            # The ranks agree when the linear is cut, or in an eager forward. A graph would write the generation.
+            # The ranks agree when the linear is sharded, or in an eager forward. A graph would write the generation.
             return self.mesh.get_group() if self._group is None else self._group
-        if self._group is None or self._era != tp_group.get_generation():
+        if self._group is None or self._generation != tp_group.get_generation():
             with note_failures("tp_linear", "the first forward of a parallel linear"):
                 agree_on_terms(self.mesh)
             group = self.mesh.get_group()
@@ -141,41 +154,42 @@ class TPLinear(ShardedLinear):
         return self._group
 
     def finish_as_stock(self, module: nn.Module, output: Any) -> Any:
-        """Redistribute the output as stock's forward hook does."""
-        return self._stock._prepare_output_fn(
+        """Redistribute the output as the forward hook of stock PyTorch does."""
+        return self._style_class._prepare_output_fn(
             self.output_layouts, self.use_local_output, module, output, self.mesh
         )
 
     def forward(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear."""
-        if STATE.on:
+        if STATE.is_on:
             output = (
-                self._compiled(linear, x)
+                self._compute_compiled(linear, x)
                 if torch.compiler.is_compiling()
-                else self._eager(linear, x)
+                else self._compute_eager(linear, x)
             )
             if output is not None:
                 return output
-        prepared = self._stock._prepare_input_fn(
-            self.input_layouts, self.desired, linear, (x,), self.mesh
+        prepared = self._style_class._prepare_input_fn(
+            self.input_layouts, self.gemm_layouts, linear, (x,), self.mesh
         )
         return self.finish_as_stock(
             linear, nn.functional.linear(prepared, linear.weight, linear.bias)
         )
 
-    def _eager(self, linear: nn.Linear, x: Any) -> Any:
-        """Return the output; None if stock has to compute it."""
+    def _compute_eager(self, linear: nn.Linear, x: Any) -> Any:
+        """Return the output; None if stock PyTorch must compute it."""
         if (claimed := claim_output(x, linear)) is not None:
-            return self._claimed(linear, claimed)
-        if self._era != tp_group.get_generation():
+            return self._finish_claimed(linear, claimed)
+        # The contexts of plans have the settings and the process group.
+        if self._generation != tp_group.get_generation():
             self._clear_plans()
-        weight, bias = _params(linear)
+        weight, bias = _read_params(linear)
         plan = (
             self._find_plan(x)
-            if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias)
+            if isinstance(x, Tensor) and not is_recorded() and self.matches(weight, bias)
             else None
         )
-        if plan is None or not self._takes(plan, x):
+        if plan is None or not self._can_compute(plan, x):
             COUNTERS.stock_calls += 1
             return None
         needs = x.requires_grad
@@ -186,30 +200,32 @@ class TPLinear(ShardedLinear):
                 tp_group.get_tp_group(self.group, x.device),
                 OPERATORS[plan.operator],
                 plan.dim,
-                constant=not needs,
+                is_constant=not needs,
                 mesh=self.mesh,
-                given=plan.given,
-                returned=plan.returned,
+                input_grad_placement=plan.input_grad_placement,
+                output_placement=plan.output_placement,
             )
         COUNTERS.calls += 1
         output = run_operator(call, x, weight, bias)
+        # This operator returns an output for each of its linears.
         if plan.operator == "gather_linear":
             output = output[0]
-        return self.finish_as_stock(linear, output) if plan.finish else output
+        return self.finish_as_stock(linear, output) if plan.should_redistribute else output
 
-    def _compiled(self, linear: Any, x: Any) -> Any:
-        """Return the output, as part of a graph, or None if stock has to compute it."""
+    def _compute_compiled(self, linear: Any, x: Any) -> Any:
+        """Return the output as part of a graph; None if stock PyTorch must compute it."""
         weight, bias = linear.weight, linear.bias
         if not STATE.compiles or not isinstance(x, Tensor) or not self.matches(weight, bias):
             return None
         plan = self._find_plan(x)
-        if plan is None or not self._takes(plan, x):
+        if plan is None or not self._can_compute(plan, x):
             return None
-        if self.column and plan.returned is not None:
-            return None  # as a graph's output, torch 2.13 fails to compile it for a second shape
+        # torch 2.13 fails to compile a graph with such a DTensor as an output for a second shape.
+        if self.is_column and plan.output_placement is not None:
+            return None
         if isinstance(x, DTensor):
-            # A replicated input's gradient is a term of a sum on each rank. Taken for replicated, it would lose the
-            # other ranks' terms, silently.
+            # The gradient of a replicated input is a term of a sum on each rank. As a replicated DTensor, it would
+            # silently lose the peers' terms.
             x = x.to_local(grad_placements=[Partial()] if plan.operator == "local_linear" else None)
         output = operators.compute_linear(
             plan.operator,
@@ -220,54 +236,63 @@ class TPLinear(ShardedLinear):
             plan.dim,
             STATE.config.schedule,
         )
-        if plan.returned is not None:
-            output = DTensor.from_local(output, self.mesh, (plan.returned,), run_check=False)
-        return self.finish_as_stock(linear, output) if plan.finish else output
+        if plan.output_placement is not None:
+            output = DTensor.from_local(
+                output, self.mesh, (plan.output_placement,), run_check=False
+            )
+        return self.finish_as_stock(linear, output) if plan.should_redistribute else output
 
     def matches(self, weight: Any, bias: Any) -> bool:
-        """Return whether weight and bias are as the style has left them, and cut evenly."""
-        spec, other = getattr(weight, "_spec", None), getattr(bias, "_spec", None)
-        if spec is None or (bias is None) is not (other is None):
+        """Return whether weight and bias are as the style has left them, and evenly sharded."""
+        weight_spec, bias_spec = getattr(weight, "_spec", None), getattr(bias, "_spec", None)
+        if weight_spec is None or (bias is None) is not (bias_spec is None):
             return False
-        if spec is not self._known[0] or other is not self._known[1]:
-            cut = 0 if self.column else 1
-            even = (
-                spec.mesh == self.mesh
-                and spec.placements == (Shard(cut),)
-                and spec.shape[cut] % self._world == 0
+        if weight_spec is not self._matched_specs[0] or bias_spec is not self._matched_specs[1]:
+            sharded_dim = 0 if self.is_column else 1
+            is_even = (
+                weight_spec.mesh == self.mesh
+                and weight_spec.placements == (Shard(sharded_dim),)
+                and weight_spec.shape[sharded_dim] % self._world == 0
             )
-            if not even or not weight.is_floating_point():  # complex ones are untested
+            # The operators are not tested with complex numbers.
+            if not is_even or not weight.is_floating_point():
                 return False
-            along = (Shard(0),) if self.column else (Replicate(),)
-            if other is not None and (other.mesh != self.mesh or other.placements != along):
+            bias_placements = (Shard(0),) if self.is_column else (Replicate(),)
+            if bias_spec is not None and (
+                bias_spec.mesh != self.mesh or bias_spec.placements != bias_placements
+            ):
                 return False
+            # A graph must not write to this object.
             if not torch.compiler.is_compiling():
-                self._known = spec, other
+                self._matched_specs = weight_spec, bias_spec
         return True
 
-    def _takes(self, plan: OpPlan, x: Tensor) -> bool:
+    def _can_compute(self, plan: OpPlan, x: Tensor) -> bool:
         """Return whether the plan's operator can compute a tensor of its layout."""
+        # Ranks cannot share the rows of an empty or an uneven sequence.
         if not x.numel() or (plan.operator == "linear_scatter" and x.shape[plan.dim] % self._world):
             return False
-        return plan.given is not None or (x.get_device() < 0) is self._on_cpu  # stock moves it
+        # Stock PyTorch moves a plain tensor on another device.
+        return plan.input_grad_placement is not None or (x.get_device() < 0) is self._is_on_cpu
 
     def _find_plan(self, x: Tensor) -> OpPlan | None:
-        """Return the plan for a tensor's layout; None if stock has to compute it."""
-        if torch.compiler.is_compiling():  # plans are not kept in a graph
+        """Return the plan for a tensor's layout; None if stock PyTorch must compute it."""
+        # A graph must not write to this object, so it caches no plans.
+        if torch.compiler.is_compiling():
             return self.plan_for_dtensor(x) if isinstance(x, DTensor) else self.plan_for_plain(x)
         if isinstance(x, DTensor):
-            if self._last[0] is not x._spec:
-                self._last = x._spec, self.plan_for_dtensor(x)
-            return self._last[1]
+            if self._last_dtensor_plan[0] is not x._spec:
+                self._last_dtensor_plan = x._spec, self.plan_for_dtensor(x)
+            return self._last_dtensor_plan[1]
         if type(x) not in PLAIN:
             return None
         dims = x.dim()
-        if dims not in self._plans:
-            self._plans[dims] = self.plan_for_plain(x)
-        return self._plans[dims]
+        if dims not in self._plans_by_dims:
+            self._plans_by_dims[dims] = self.plan_for_plain(x)
+        return self._plans_by_dims[dims]
 
-    def _claimed(self, linear: nn.Linear, output: Tensor) -> Any:
-        """Return an output that was computed with a gather, as the style says."""
+    def _finish_claimed(self, linear: nn.Linear, output: Tensor) -> Any:
+        """Return an output that was computed with a gather, in the layout of the style."""
         features = Shard(output.dim() - 1)
         if self.use_local_output and self.output_layouts in ((FEATURES,), (features,)):
             return output
@@ -277,25 +302,28 @@ class TPLinear(ShardedLinear):
 
 
 class Linear(nn.Linear):
-    """The class of an ``nn.Linear`` that is taken over, as long as the feature is on.
+    """The class of an attached ``nn.Linear``, as long as the feature is on.
 
-    An instance attribute ``forward`` would break copying and pickling; a patch of ``nn.Linear.forward`` would concern
-    every linear. A class of the same name, in a module, keeps ``isinstance``, ``repr``, ``deepcopy``, pickling and
+    An instance attribute ``forward`` would break copying and pickling. A patch of ``nn.Linear.forward`` would affect
+    every linear. A class of the same name, in a module, preserves ``isinstance``, ``repr``, ``deepcopy``, pickling and
     FSDP2's own change of classes.
     """
 
     _ovpatch_parallel: TPLinear
-    _ovpatch_delays_wgrad = True  # DELAYS_WGRAD
+    # The attribute that DELAYS_WGRAD names: operators offer the GEMMs of weight gradients to pipelines.
+    _ovpatch_delays_wgrad = True
 
     def forward(self, input: Tensor) -> Any:
-        """Return what stock returns: a local tensor, or a DTensor if the style says so."""
+        """Return the output of stock PyTorch: a local tensor, or a DTensor if the style wants one."""
         return self._ovpatch_parallel.forward(self, input)
 
-    forward.__annotations__ = dict(nn.Linear.forward.__annotations__)  # for inspect.signature
+    # inspect.signature() must show the annotations of nn.Linear.
+    forward.__annotations__ = dict(nn.Linear.forward.__annotations__)
 
 
-def _params(linear: nn.Linear) -> tuple[Any, Any]:
+def _read_params(linear: nn.Linear) -> tuple[Any, Any]:
     params = linear._parameters
-    if "weight" in params and "bias" in params:  # spares nn.Module.__getattr__
+    # A read through nn.Module.__getattr__ takes more host time.
+    if "weight" in params and "bias" in params:
         return params["weight"], params["bias"]
     return linear.weight, linear.bias

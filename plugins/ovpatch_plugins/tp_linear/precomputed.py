@@ -1,4 +1,4 @@
-"""Outputs of linears that were computed when their input was gathered, until the linears are called."""
+"""The outputs of linears that were computed when their input was gathered, until the linears are called."""
 
 from __future__ import annotations
 
@@ -12,73 +12,99 @@ from torch import Tensor, nn
 from ovpatch.overlap.tensor_parallel.layout import fill_output, get_local
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
-LaterOperands = tuple[Tensor, Sequence[Tensor]]
+DeferredOperands = tuple[Tensor, Sequence[Tensor]]
 """Gathered rows, ``[M, k]``, and the memory of each linear's output, which the linear computes when it is called."""
 
 
-class _Product(NamedTuple):
+class _PendingOutput(NamedTuple):
+    """An output that its linear has not claimed yet.
+
+    Attributes:
+        output: The output, as the autograd node of the gather returned it.
+        memory: The memory of an output that must still be computed; None if it was computed with the gather.
+        weight: The weight at the time of the gather.
+        bias: The bias at the time of the gather.
+        versions: The versions of weight and bias at the time of the gather.
+    """
+
     output: Tensor
-    place: Tensor | None  # the memory of an output that is still to be computed
+    memory: Tensor | None
     weight: Tensor
     bias: Tensor | None
     versions: tuple[Any, ...]
 
 
 class GatherGuard:
-    """Refuses a backward in which the gathered tensor's gradient is read.
+    """The check that refuses a backward in which the gathered tensor's gradient is read.
 
-    The products' gradients go to the input of the gather, past the gathered tensor. A hook or ``retain_grad()`` on that
-    tensor would miss them, if it is registered after a product has been handed out.
+    The gradients of the GEMMs go to the input of the gather, and bypass the gathered tensor. A hook or
+    ``retain_grad()`` on that tensor would miss them, if it is registered after a linear has claimed its output.
+
+    Attributes:
+        claimed_weights: The weights of claimed outputs, with their versions at that time.
     """
 
     def __init__(self) -> None:
-        self.handed_out: list[
-            tuple[Tensor, int]
-        ] = []  # weights of products handed out, with their versions then
+        self.claimed_weights: list[tuple[Tensor, int]] = []
+        # A weak reference to the gathered tensor.
         self._gathered: Callable[[], Any] = lambda: None
-        self._hooks: dict[int, Any] = {}
+        # The hooks of the gathered tensor, which may outlive it.
+        self._hook_table: dict[int, Any] = {}
 
     def watch_tensor(self, gathered: Any) -> Callable[[], Any]:
         """Watch the gathered tensor, and return a weak reference to it."""
         key = id(gathered)
         self._gathered = weakref.ref(gathered, lambda _: PRECOMPUTED.pop(key, None))
-        if (
-            gathered.requires_grad
-        ):  # hooks outlive the tensor, in a dictionary that the first one makes
+        # Hooks outlive the tensor, in a dictionary that its first hook creates.
+        if gathered.requires_grad:
             gathered.register_hook(lambda grad: None).remove()
-            self._hooks = gathered._backward_hooks
+            self._hook_table = gathered._backward_hooks
         return self._gathered
 
     def check_backward(self) -> None:
-        """Raise RuntimeError if the gathered tensor's gradient is read, or a weight has been written into."""
-        for weight, version in self.handed_out:
+        """Check the tensors of the gather before its backward.
+
+        Raises:
+            RuntimeError: The gathered tensor's gradient is read, or the script has written to a weight since its
+                linear was called.
+        """
+        for weight, version in self.claimed_weights:
             if weight._version != version:
                 raise RuntimeError(
                     f"a weight {tuple(weight.shape)} needed for gradient computation has been "
-                    "modified by an inplace "
-                    "operation since its linear was called: change weights after backward"
+                    "modified by an inplace operation since its linear was called: change weights after backward"
                 )
-        gathered = self._gathered() if self.handed_out else None
+        gathered = self._gathered() if self.claimed_weights else None
+        # The Python object may have been about to be freed, while C++ keeps the tensor.
         if gathered is not None:
-            gathered._fix_weakref()  # its Python object may have been about to go
-        if self.handed_out and (self._hooks or (gathered is not None and gathered.retains_grad)):
+            gathered._fix_weakref()
+        if self.claimed_weights and (
+            self._hook_table or (gathered is not None and gathered.retains_grad)
+        ):
             raise RuntimeError(
-                "a hook or retain_grad() on the gathered input of a module that PrepareModuleInput "
-                "prepares would miss "
-                "the gradients of its linears, which were computed together with the gather: "
-                "register it before the "
+                "a hook or retain_grad() on the gathered input of a module that PrepareModuleInput prepares would miss "
+                "the gradients of its linears, which were computed together with the gather: register it before the "
                 "linears are called, or set OVPATCH_TP_LINEAR_SHARED_GATHER=0"
             )
 
 
 class PrecomputedOutputs:
-    """Outputs that wait for their linears to be called with the gathered tensor; the guard records those handed out.
+    """The outputs of a gather until their linears are called with the gathered tensor.
 
-    [Note: nothing has changed since] An output is handed out only if nothing has changed since the gather: the weight,
-    the gathered tensor's values, autocast, grad mode, and what keeps tensors for backward (a region of a checkpoint
-    must keep what it will compute again). Otherwise the linear computes for itself. An output that was computed ahead
-    also needs the weight's values of then. A version tells these, but not writes through ``.data``; so nothing is
-    computed ahead where hooks that could write still have to run.
+    [Note: nothing has changed since] A linear gets its output only if nothing has changed since the gather: the weight,
+    the gathered tensor's values, autocast, grad mode, and the hooks that save tensors for backward. The hooks matter,
+    because a checkpoint must save the tensors that it will recompute. Otherwise the linear computes its output itself.
+    An output that was computed ahead also needs unchanged values of the weight. Versions show writes to these values,
+    except writes through ``.data``. So no output is computed ahead if hooks that could write have yet to run.
+
+    Args:
+        gathered: The gathered tensor.
+        linears: The linears.
+        outputs: Their outputs.
+        guard: Records the claimed outputs.
+        dim: The sequence dimension of the gathered tensor.
+        deferred: One item, the operands of outputs that the linears compute when they are called. None if the outputs
+            are computed already.
     """
 
     def __init__(
@@ -86,51 +112,62 @@ class PrecomputedOutputs:
         gathered: Tensor,
         linears: Sequence[nn.Linear],
         outputs: Sequence[Tensor],
-        watch: GatherGuard,
+        guard: GatherGuard,
         dim: int,
-        later: list[LaterOperands] | None,
+        deferred: list[DeferredOperands] | None,
     ) -> None:
-        self.gathered = watch.watch_tensor(gathered)
-        self._watch, self._conditions = watch, _capture_conditions(gathered)
-        # Taken out: the autograd node refers to the list for as long as the graph lives.
-        taken: tuple[Tensor | None, Sequence[Tensor]] = (None, ()) if later is None else later.pop()
-        self._dim, (self._rows, places) = dim, taken
-        self._waiting: dict[int, _Product] = {}
+        self.gathered = guard.watch_tensor(gathered)
+        self._guard = guard
+        self._conditions = _capture_conditions(gathered)
+        # The autograd node refers to the list as long as the graph lives, so the list must not keep the operands.
+        operands: tuple[Tensor | None, Sequence[Tensor]] = (
+            (None, ()) if deferred is None else deferred.pop()
+        )
+        self._dim, (self._rows, memories) = dim, operands
+        self._pending_outputs: dict[int, _PendingOutput] = {}
         for i, (linear, output) in enumerate(zip(linears, outputs, strict=True)):
             weight, bias = linear.weight, linear.bias
-            versions, place = (_version(weight), _version(bias)), places[i] if places else None
-            self._waiting[id(linear)] = _Product(output, place, weight, bias, versions)
+            versions, memory = (_version(weight), _version(bias)), memories[i] if memories else None
+            self._pending_outputs[id(linear)] = _PendingOutput(
+                output, memory, weight, bias, versions
+            )
 
     def take_output(self, x: Tensor, linear: nn.Linear) -> Tensor | None:
         """Return a linear's output, once; None if the linear has to compute it."""
-        found = self._waiting.get(id(linear))
-        if found is None or linear.weight is not found.weight or linear.bias is not found.bias:
+        pending = self._pending_outputs.get(id(linear))
+        if (
+            pending is None
+            or linear.weight is not pending.weight
+            or linear.bias is not pending.bias
+        ):
             return None
+        # A hook on the gathered tensor would miss the gradient of a GEMM in the node of the gather.
         if _capture_conditions(x) != self._conditions or x._backward_hooks or x.retains_grad:
             return None
-        if found.place is None:
-            if (_version(found.weight), _version(found.bias)) != found.versions:
+        if pending.memory is None:
+            if (_version(pending.weight), _version(pending.bias)) != pending.versions:
                 return None
-        elif not self._compute(found):
+        elif not self._compute_deferred(pending):
             return None
-        del self._waiting[id(linear)]
-        if not self._waiting:
+        del self._pending_outputs[id(linear)]
+        # The rows take much memory, and after the last output no linear needs them.
+        if not self._pending_outputs:
             self._rows = None
-        self._watch.handed_out.append((found.weight, found.weight._version))
-        return found.output
+        self._guard.claimed_weights.append((pending.weight, pending.weight._version))
+        return pending.output
 
-    def _compute(self, found: _Product) -> bool:
-        """Compute a product into its memory; return False if the weight has another number of rows by now."""
-        place, rows = found.place, self._rows
+    def _compute_deferred(self, pending: _PendingOutput) -> bool:
+        """Compute an output into its memory; return False if the weight now has another number of rows."""
+        memory, rows = pending.memory, self._rows
         weight, bias = (
-            get_local(found.weight),
-            None if found.bias is None else get_local(found.bias),
+            get_local(pending.weight),
+            None if pending.bias is None else get_local(pending.bias),
         )
-        if place is None or rows is None or len(weight) != place.shape[-1]:
+        if memory is None or rows is None or len(weight) != memory.shape[-1]:
             return False
         with torch.no_grad():
             fill_output(
-                place,
+                memory,
                 rows,
                 weight.to(rows.dtype),
                 None if bias is None else bias.to(rows.dtype),
@@ -138,21 +175,22 @@ class PrecomputedOutputs:
             )
         return True
 
+    # The last reference goes with the gathered tensor, after which no linear can claim an output.
     def __del__(self) -> None:
-        COUNTERS.unused += sum(product.place is None for product in self._waiting.values())
+        COUNTERS.unused += sum(pending.memory is None for pending in self._pending_outputs.values())
 
 
-# By the id of the gathered tensor. Not an attribute of it, which would be saved with it.
+# The outputs by the id of the gathered tensor. An attribute of that tensor would be saved with it.
 PRECOMPUTED: Final[dict[int, PrecomputedOutputs]] = {}
 
 
 def claim_output(x: Any, linear: nn.Linear) -> Tensor | None:
-    """Return the output that was computed for a linear when its input was gathered, or None."""
-    products = PRECOMPUTED.get(id(x))
-    gathered = None if products is None else products.gathered()
-    if products is None or gathered is None or gathered is not x:
+    """Return the output of a linear that was prepared when its input was gathered, or None."""
+    outputs = PRECOMPUTED.get(id(x))
+    gathered = None if outputs is None else outputs.gathered()
+    if outputs is None or gathered is None or gathered is not x:
         return None
-    output = products.take_output(gathered, linear)
+    output = outputs.take_output(gathered, linear)
     if output is not None:
         COUNTERS.calls += 1
         COUNTERS.shared_calls += 1
@@ -164,11 +202,10 @@ def _version(tensor: Tensor | None) -> tuple[int, int] | None:
 
 
 def _capture_conditions(x: Tensor) -> tuple[Any, ...]:
-    kind = x.device.type
-    enabled = torch.is_autocast_enabled(kind)
-    keeping = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    dtype = torch.get_autocast_dtype(kind) if enabled else None
-    stream = (
-        torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None
-    )  # owns an output's memory
-    return torch.is_grad_enabled(), dtype, keeping, stream, x.requires_grad, _version(x)
+    device_type = x.device.type
+    is_autocast_on = torch.is_autocast_enabled(device_type)
+    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast_on else None
+    # The stream of the gather owns the memory of the outputs.
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if device_type == "cuda" else None
+    return torch.is_grad_enabled(), dtype, saved_tensor_hooks, stream, x.requires_grad, _version(x)

@@ -1,4 +1,4 @@
-"""One all-gather for several linears, computed together with their GEMMs."""
+"""One all-gather for several linears, which is computed together with their GEMMs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
 from ovpatch.overlap.tensor_parallel import tp_group
-from ovpatch.overlap.tensor_parallel.layout import find_sequence_dim, get_local, is_traced
+from ovpatch.overlap.tensor_parallel.layout import find_sequence_dim, get_local, is_recorded
 from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto
 from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
@@ -23,80 +23,97 @@ from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.tp_linear.parallel_linear import STATE, TPLinear
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
+    DeferredOperands,
     GatherGuard,
-    LaterOperands,
     PrecomputedOutputs,
 )
 
-_WHOLE = Replicate()
+_REPLICATED = Replicate()
 
 
 class SharedAllGather:
-    """Replaces the forward pre-hook by which ``PrepareModuleInput``, a style, prepares a module's inputs over a mesh.
+    """The forward pre-hook that replaces ``PrepareModuleInput``'s, which prepares a module's inputs over a mesh.
 
-    [Note: products behind one gather] ``PrepareModuleInput`` gathers the input of an attention or a gated feed-forward
-    once, in a forward pre-hook of the parent. The linears that read it are the parent's own children that are cut by
-    columns and take a replicated input. Gather and products are one autograd node, whose backward sums their input
-    gradients, sends one reduce-scatter, and hides it under the weights' gradients. Its outputs wait until each linear
-    is called with that very tensor. A schedule that cuts the gather computes them with it; otherwise they are empty
-    until the linear computes into its own.
+    [Note: GEMMs of one gather] ``PrepareModuleInput`` gathers the input of an attention or a gated feed-forward once,
+    in a forward pre-hook of the parent. The linears that read it are children of the parent, sharded by columns, with a
+    replicated input. The gather and their GEMMs are one autograd node. Its backward sums the input gradients, sends
+    one reduce-scatter, and hides it under the weights' gradients. An output waits until its linear is called with the
+    very tensor. If the schedule splits the gather, the output is computed with it. Otherwise the output is empty
+    memory until the linear computes into it.
 
     [Note: same collectives on all ranks] A hook, a profiler or a counter may be on one rank alone, so no collective
-    depends on what is computed ahead. Forward gathers once. Backward sums over the ranks once: the gradients of
-    products that were computed ahead, and the terms of linears that computed for themselves, whose DTensors are
-    partial. It gathers again if any of the linears, by how they are cut, has a weight to train.
+    depends on the linears that are computed ahead. Forward gathers once. Backward sums over the ranks once: the
+    gradients of GEMMs that were computed ahead, and the terms of linears that computed themselves, whose DTensors are
+    partial. Backward gathers again if any reader of the gathered input has a weight to train.
+
+    Args:
+        stock_hook: The hook of stock PyTorch.
+        style: The style that registered it.
+        mesh: The mesh of the style.
     """
 
     def __init__(
-        self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh
+        self, stock_hook: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh
     ) -> None:
-        self.stock, self._style, self._mesh, self._world = stock, style, mesh, mesh.size()
+        self.stock_hook = stock_hook
+        self._style = style
+        self._mesh = mesh
+        self._world = mesh.size()
         layouts = style.input_layouts or ()
-        self._is_alone = len(layouts) == 1 and is_gather(
+        # Whether the style prepares one positional input, and gathers it. This usual case visits no arguments.
+        self._has_single_input = len(layouts) == 1 and is_gather(
             layouts[0], (style.desired_input_layouts or (None,))[0]
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedAllGather:
-        return self  # it is never changed
+        # A copy of the module can use this object, because it never changes.
+        return self
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
-        """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
-        if not STATE.on or not STATE.shares or torch.compiler.is_compiling():
-            return self.stock(module, *args)
-        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # the usual case
+        """Prepare the inputs of a module.
+
+        Args:
+            module: The module.
+            *args: The positional inputs, and a dictionary of the inputs by keyword if the style prepares them.
+        """
+        if not STATE.is_on or not STATE.shares_gathers or torch.compiler.is_compiling():
+            return self.stock_hook(module, *args)
+        if self._has_single_input and len(args) == 1 and len(args[0]) == 1:
             layouts: Any = self._style.input_layouts, self._style.desired_input_layouts
-            return (self._argument(module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]),)
-        style: Any = copy.copy(
-            self._style
-        )  # stock walks the arguments, and asks this copy for each
-        style._prepare_input_arg = functools.partial(self._argument, module)
+            return (
+                self._prepare_argument(
+                    module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]
+                ),
+            )
+        # The functions of stock PyTorch visit all arguments, and call this method of the copy for each one.
+        style: Any = copy.copy(self._style)
+        style._prepare_input_arg = functools.partial(self._prepare_argument, module)
         prepare = style._prepare_input_kwarg_fn if len(args) > 1 else style._prepare_input_fn
         return prepare(*args, self._mesh)
 
-    def _argument(
+    def _prepare_argument(
         self, module: nn.Module, x: Any, mesh: DeviceMesh, layout: Any, desired: Any
     ) -> Any:
         if is_gather(layout, desired):
-            found = self._gathered(module, x, layout)
+            found = self._try_gather(module, x, layout)
             if found is not None:
                 return found
         return self._style._prepare_input_arg(x, mesh, layout, desired)
 
-    def _gathered(self, module: nn.Module, x: Any, layout: Any) -> Any:
-        """Return the gathered input, whose products wait for their linears, or None if stock has to gather."""
-        if (
-            is_traced() or torch.is_inference_mode_enabled()
-        ):  # where no version tells that a tensor has changed
+    def _try_gather(self, module: nn.Module, x: Any, layout: Any) -> Any:
+        """Return the gathered input, whose outputs wait for their linears; None if stock PyTorch must gather."""
+        # In inference mode tensors have no versions, so a change of a tensor since the gather would not be detected.
+        if is_recorded() or torch.is_inference_mode_enabled():
             return None
         dim = find_sequence_dim(layout, x) if isinstance(x, Tensor) else None
         if dim is None or not x.numel():
             return None
-        given = None
+        input_grad_placement = None
         if isinstance(x, DTensor):
-            given = Shard(dim)
+            input_grad_placement = Shard(dim)
             if (
                 x.device_mesh != self._mesh
-                or x.placements != (given,)
+                or x.placements != (input_grad_placement,)
                 or x.shape[dim] % self._world
             ):
                 return None
@@ -105,69 +122,79 @@ class SharedAllGather:
         linears = find_readers(module, self._mesh, x)
         if not linears:
             return None
+        # The ranks agree on the settings when they first use this group.
         ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
-        how = _how(ranks, linears, x)
-        later: list[LaterOperands] | None = None if how.schedule.ahead else []
-        ahead = [
+        config = _choose_config(ranks, linears, x)
+        deferred: list[DeferredOperands] | None = None if config.schedule.computes_ahead else []
+        node_linears = [
             linear
             for linear in linears
-            if can_share_node(linear, module if later is None else None)
+            if can_share_node(linear, module if deferred is None else None)
         ]
-        watch = GatherGuard()
+        guard = GatherGuard()
         call = OpContext(
-            how,
+            config,
             ranks,
             dim=dim,
-            count=len(ahead),
-            constant=not x.requires_grad,
+            weight_count=len(node_linears),
+            is_constant=not x.requires_grad,
             mesh=self._mesh,
-            given=given,
-            whole=_WHOLE,
-            check=watch.check_backward
-            if x.requires_grad
-            else None,  # else backward reads no weight
-            later=later,
-            trains=any(linear.weight.requires_grad for linear in linears),
+            input_grad_placement=input_grad_placement,
+            gathered_placement=_REPLICATED,
+            # Without a gradient of the input, backward reads no weight.
+            check_backward=guard.check_backward if x.requires_grad else None,
+            deferred_outputs=deferred,
+            # This fact decides about a collective in backward. All readers are the same on all ranks, but the linears
+            # in the node may differ.
+            trains_weights=any(linear.weight.requires_grad for linear in linears),
         )
-        weights = [linear.weight for linear in ahead]
-        *outputs, whole = run_operator(call, x, *weights, *[linear.bias for linear in ahead])
-        PRECOMPUTED[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, dim, later)
-        return whole
+        weights = [linear.weight for linear in node_linears]
+        *outputs, gathered = run_operator(
+            call, x, *weights, *[linear.bias for linear in node_linears]
+        )
+        PRECOMPUTED[id(gathered)] = PrecomputedOutputs(
+            gathered, node_linears, outputs, guard, dim, deferred
+        )
+        return gathered
 
 
-def _how(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
-    """Return the config of a gather, chosen by all linears that read it, which are the same on all ranks."""
-    here, how = get_local(x), STATE.config
-    if not isinstance(how.schedule, Auto):
-        return how
+def _choose_config(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
+    """Return the config of a gather.
+
+    All linears that read the gather determine the schedule, because these linears are the same on all ranks.
+    """
+    local, config = get_local(x), STATE.config
+    if not isinstance(config.schedule, Auto):
+        return config
     dtype = autocast_dtype(ranks.kind, x.dtype) or x.dtype
     features = [len(get_local(linear.weight)) for linear in linears]
-    rows = here.numel() // here.shape[-1]
-    schedule = how.schedule.choose_for_gather(
-        ranks, here.device, rows, here.shape[-1], features, dtype
+    rows = local.numel() // local.shape[-1]
+    schedule = config.schedule.choose_for_gather(
+        ranks, local.device, rows, local.shape[-1], features, dtype
     )
-    return dataclasses.replace(how, schedule=schedule)
+    return dataclasses.replace(config, schedule=schedule)
 
 
 def is_gather(layout: Any, desired: Any) -> bool:
-    """Return whether preparing an argument means to gather it."""
+    """Return whether the preparation of an argument gathers it."""
     return (
         layout is not None and desired is not None and layout.is_shard() and desired.is_replicate()
     )
 
 
 def find_readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Linear]:
-    """Return a module's own linears that read its gathered input: the same on all ranks.
+    """Return the children of a module that read its gathered input, the same on all ranks.
 
-    They are cut by columns, over ``mesh``, and take a replicated input, of the features and the dtype of ``x``.
+    These are linears that are sharded by columns over ``mesh``, and that take a replicated input with the features and
+    the dtype of ``x``.
     """
-    casts = autocast_dtype(x.device.type, x.dtype) is not None
+    is_cast = autocast_dtype(x.device.type, x.dtype) is not None
     features, found = x.shape[-1], []
     for child in module._modules.values():
         parallel: TPLinear | None = vars(child).get("_ovpatch_parallel")
         if (
             parallel is None
-            or not parallel.column
+            or not parallel.is_column
             or not parallel.takes_replicated
             or parallel.mesh != mesh
         ):
@@ -179,38 +206,42 @@ def find_readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Line
         ):
             continue
         weight = child.weight
-        of_dtype = weight.dtype == x.dtype or (casts and weight.dtype != torch.float64)
-        if of_dtype and parallel.matches(weight, child.bias):
+        has_gemm_dtype = weight.dtype == x.dtype or (is_cast and weight.dtype != torch.float64)
+        if has_gemm_dtype and parallel.matches(weight, child.bias):
             found.append(child)
     return found
 
 
 def _is_parameter(linear: nn.Linear) -> bool:
-    """Return whether a weight is a parameter, and not computed at every look or call.
+    """Return whether a weight is a parameter, and is not computed at every read or call.
 
-    ``DistributedDataParallel(device_mesh=)`` takes local tensors for parameters, and its first forward puts DTensors of
-    them in their places, as plain attributes. These are views of the parameters by a node that keeps nothing, so they
-    count as parameters. Another tensor there has been computed, as by ``weight_norm``, and its graph may be gone.
+    ``DistributedDataParallel(device_mesh=)`` makes parameters of local tensors, and its first forward replaces them by
+    plain attributes, which are DTensors. These are views of the parameters by a node that saves no tensor, so they
+    count as parameters. Any other attribute was computed, as by ``weight_norm``, and its graph may have been freed.
     """
     if "weight" in linear._parameters:
         return True
     weight = vars(linear).get("weight")
     if not isinstance(weight, DTensor):
         return False
-    made = weight.grad_fn
-    if made is None:  # it is not trained
+    node = weight.grad_fn
+    # A DTensor without a node is not trained.
+    if node is None:
         return True
-    given = (node for node, _ in made.next_functions if node is not None)
-    # Of a parameter, whose node is the only kind that has a variable.
-    return type(made).__name__ == "_FromTorchTensorBackward" and all(
-        hasattr(node, "variable") for node in given
+    # Only the node of a parameter, AccumulateGrad, has a variable.
+    input_nodes = (input_node for input_node, _ in node.next_functions if input_node is not None)
+    return type(node).__name__ == "_FromTorchTensorBackward" and all(
+        hasattr(input_node, "variable") for input_node in input_nodes
     )
 
 
 def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
-    """Return whether a linear's product can be one of the gather's node, as far as this rank knows.
+    """Return whether this rank may compute a linear's GEMM in the autograd node of the gather.
 
-    The input of ``parent`` is gathered, if the product is computed ahead; None if it is computed later.
+    Args:
+        linear: The linear.
+        parent: The module whose input is gathered, if the GEMM is computed ahead. None if it is computed when the
+            linear is called.
     """
     weight, bias = linear.weight, linear.bias
     if (
@@ -221,11 +252,12 @@ def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
         return False
     if parent is None:
         return True
+    # These hooks run after the gather and before the linear, and may change the weight or the input.
     if torch.nn.modules.module._global_forward_pre_hooks or linear._forward_pre_hooks:
         return False
-    replaced = (
-        parent._backward_hooks or parent._backward_pre_hooks
-    )  # the gathered tensor, by a view of it
-    return not replaced and isinstance(
+    # Backward hooks of a module replace its inputs by views of them.
+    replaces_gathered = parent._backward_hooks or parent._backward_pre_hooks
+    # A pre-hook of the parent that runs after this one may change weights or the input, too.
+    return not replaces_gathered and isinstance(
         next(reversed(parent._forward_pre_hooks.values())), SharedAllGather
     )

@@ -1,4 +1,8 @@
-"""Takes over modules that ``parallelize_module`` has cut, and gives them back."""
+"""Attaches the feature to modules that ``parallelize_module`` has changed, and detaches it.
+
+Stock PyTorch works first: it shards the weights, and registers hooks. Then the feature removes these hooks, remembers
+their places among the module's hooks, and changes the module's class. It undoes both when it is turned off.
+"""
 
 from __future__ import annotations
 
@@ -25,71 +29,78 @@ from ovpatch_plugins.tp_linear.parallel_linear import STATE, Linear, TPLinear, a
 from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
-_OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
+_STYLE_FUNCTIONS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 
 
-def find_unsupported_reason(style: Any, linear: nn.Linear, dimensions: int) -> str:
-    """Return why stock computes a linear that a style has cut over a mesh of some dimensions, or ""."""
+def find_unsupported_reason(style: Any, linear: nn.Linear, mesh_dims: int) -> str:
+    """Return the reason for which stock PyTorch must compute a sharded linear; "" if there is none."""
     stock = ColwiseParallel if isinstance(style, ColwiseParallel) else RowwiseParallel
     if type(linear) is not nn.Linear:
-        return "a class of its own may have a forward of its own"
+        return "its class may override forward"
     if "forward" in vars(linear):
         return "its forward was replaced by another function"
-    if any(getattr(type(style), name) is not getattr(stock, name) for name in _OURS):
+    if any(getattr(type(style), name) is not getattr(stock, name) for name in _STYLE_FUNCTIONS):
         return f"{type(style).__name__} does not do what {stock.__name__} does"
-    if dimensions != 1:
-        return f"the mesh has {dimensions} dimensions"
+    if mesh_dims != 1:
+        return f"the mesh has {mesh_dims} dimensions"
     return ""
 
 
 Hooks = dict[int, Any]
 
 _RemovedHooks = tuple[Hooks, list[int]]
-"""Hooks that were removed from a module, and the order of all its hooks before."""
+"""Hooks that were removed from a module, and the former order of all its hooks."""
 
 
-# What is kept for the modules that the feature has taken over. Stock works first: it cuts the weights, and registers
-# hooks. Then these hooks are removed, and their places among the module's hooks are kept; the module's class changes.
-# Both are undone when the feature goes off.
-_REMOVED: Final = "tp_linear: removed hooks"  # of a linear: its forward pre-hooks and forward hooks
-_GATHERS: Final = "tp_linear: gathers"  # of a module with a SharedAllGather hook
+# The value of a linear: its removed forward pre-hooks and forward hooks.
+_REMOVED_HOOKS: Final = "tp_linear: removed hooks"
+# The value of a module with a SharedAllGather hook.
+_GATHERS: Final = "tp_linear: gathers"
 
-LEFT: Final[dict[str, str]] = {}  # why stock computes a linear, by the name of its class
+# The reasons for which stock PyTorch computes linears, by the name of their class.
+STOCK_REASONS: Final[dict[str, str]] = {}
 
 
 def apply_to_linear(
     apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
-    """Call ``ColwiseParallel._apply`` or ``RowwiseParallel._apply``, and take the module over."""
-    ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
-    if ours:
-        with note_failures("tp_linear", f"cutting a linear by {type(style).__name__}"):
+    """Call ``ColwiseParallel._apply`` or ``RowwiseParallel._apply``, and attach to the module."""
+    # A rank outside of the mesh has no part in its groups.
+    can_agree = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
+    if can_agree:
+        with note_failures("tp_linear", f"sharding a linear by {type(style).__name__}"):
             agree_on_terms(mesh)
-    before = {*module._forward_pre_hooks, *module._forward_hooks}
-    made = apply(style, module, mesh)
-    if made is module and isinstance(module, nn.Linear):
-        parallel = take_over(module, style, mesh, lambda key: key not in before)
-        if parallel is not None and ours:
+    old_keys = {*module._forward_pre_hooks, *module._forward_hooks}
+    parallelized = apply(style, module, mesh)
+    if parallelized is module and isinstance(module, nn.Linear):
+        parallel = attach_to_linear(module, style, mesh, lambda key: key not in old_keys)
+        if parallel is not None and can_agree:
             parallel.set_group(mesh.get_group())
-    return made
+    return parallelized
 
 
-def take_over(
-    linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[[int], bool]
+def attach_to_linear(
+    linear: nn.Linear, style: Style, mesh: DeviceMesh, is_style_hook: Callable[[int], bool]
 ) -> TPLinear | None:
-    """Let the feature's operators compute a linear that a style has cut, unless it is unsupported.
+    """Make the feature's operators compute a linear that a style has sharded, unless it is unsupported.
 
-    ``ours`` tells by key which of the linear's hooks are the style's. Returns how the linear is cut; None if stock
-    computes it.
+    Args:
+        linear: The linear.
+        style: The style.
+        mesh: The mesh.
+        is_style_hook: Returns whether the style registered the linear's hook of a key.
+
+    Returns:
+        The computation of the linear; None if stock PyTorch computes it.
     """
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
-        LEFT[type(linear).__name__] = reason
+        STOCK_REASONS[type(linear).__name__] = reason
         return None
     removed = (
-        _remove_hooks(linear._forward_pre_hooks, ours),
-        _remove_hooks(linear._forward_hooks, ours),
+        _remove_hooks(linear._forward_pre_hooks, is_style_hook),
+        _remove_hooks(linear._forward_hooks, is_style_hook),
     )
-    attached_values(linear)[_REMOVED] = removed
+    attached_values(linear)[_REMOVED_HOOKS] = removed
     parallel = TPLinear(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
     linear.__class__ = Linear
@@ -100,85 +111,91 @@ def take_over(
 def apply_to_module(
     apply: Callable[..., nn.Module], style: PrepareModuleInput, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
-    """Call ``PrepareModuleInput._apply``, and take the gather over."""
-    before = set(module._forward_pre_hooks)
-    made = apply(style, module, mesh)
-    if made is module:
-        for key in [key for key in module._forward_pre_hooks if key not in before]:
-            take_over_gather(module, key, style, mesh)
-    return made
+    """Call ``PrepareModuleInput._apply``, and attach to its gather."""
+    old_keys = set(module._forward_pre_hooks)
+    parallelized = apply(style, module, mesh)
+    if parallelized is module:
+        for key in [key for key in module._forward_pre_hooks if key not in old_keys]:
+            attach_to_gather(module, key, style, mesh)
+    return parallelized
 
 
-def take_over_gather(
+def attach_to_gather(
     module: nn.Module, key: int, style: PrepareModuleInput, mesh: DeviceMesh
 ) -> None:
-    """Let a module's gather, the style's forward pre-hook ``key``, compute the products of the linears that read it."""
+    """Make a module's gather, the style's forward pre-hook ``key``, compute the GEMMs of the linears that read it."""
     overridden = any(
         getattr(type(style), name) is not getattr(PrepareModuleInput, name)
         for name in ("_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
     )
-    # With several gathers, nothing tells which linear reads which. The gradient of a gathered tensor that is no DTensor
-    # is, under stock, summed over the ranks by each linear.
-    several = sum(is_gather(*pair) for pair in _layouts(style)) != 1
-    if overridden or several or mesh.ndim != 1 or style.use_local_output:
+    # With several gathers, the gather that a linear reads is unknown. If the gathered tensor is no DTensor, each linear
+    # of stock PyTorch sums its input's gradient over the ranks itself, and one shared sum would differ.
+    has_one_gather = sum(is_gather(*pair) for pair in _list_layouts(style)) == 1
+    if overridden or not has_one_gather or mesh.ndim != 1 or style.use_local_output:
         return
     module._forward_pre_hooks[key] = SharedAllGather(module._forward_pre_hooks[key], style, mesh)
     attached_values(module)[_GATHERS] = True
     COUNTERS.gathers += 1
 
 
-def give_back_modules() -> None:
-    """Turn off, and give all modules back to stock."""
-    STATE.on = False
-    for module, (pre, post) in find_owners(_REMOVED):
+def detach_all() -> None:
+    """Turn the feature off, and detach from all modules."""
+    STATE.is_on = False
+    for module, (pre, post) in find_owners(_REMOVED_HOOKS):
+        # FSDP2 has derived a class from ours. While the feature is off, its forward computes as stock PyTorch.
         if type(module) is not Linear:
-            continue  # FSDP2 has derived a class from it; while the feature is off, its forward is stock's
+            continue
         _restore_hooks(module._forward_pre_hooks, pre)
         _restore_hooks(module._forward_hooks, post)
         object.__setattr__(module, "__class__", nn.Linear)
         del module.__dict__["_ovpatch_parallel"]
-        del attached_values(module)[_REMOVED]
+        del attached_values(module)[_REMOVED_HOOKS]
     for module, _ in find_owners(_GATHERS):
         del attached_values(module)[_GATHERS]
         for key, hook in module._forward_pre_hooks.items():
             if isinstance(hook, SharedAllGather):
-                module._forward_pre_hooks[key] = hook.stock
-    LEFT.clear()
+                module._forward_pre_hooks[key] = hook.stock_hook
+    STOCK_REASONS.clear()
     layout.SPECS.clear()
     tp_group.drop_tp_groups()
     fused.drop_fused_support()
 
 
-def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
+def _list_layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
     yield from zip(style.input_layouts or (), style.desired_input_layouts or (), strict=False)
     for name, given in style.input_kwarg_layouts.items():
         yield given, style.desired_input_kwarg_layouts.get(name)
 
 
-def _remove_hooks(hooks: Hooks, ours: Callable[[int], bool]) -> _RemovedHooks:
+def _remove_hooks(hooks: Hooks, is_style_hook: Callable[[int], bool]) -> _RemovedHooks:
     order = list(hooks)
-    return {key: hooks.pop(key) for key in order if ours(key)}, order
+    return {key: hooks.pop(key) for key in order if is_style_hook(key)}, order
 
 
 def _restore_hooks(hooks: Hooks, removed: _RemovedHooks) -> None:
-    """Restore hooks to their places; hooks that were registered meanwhile stay behind them, or in front of all."""
-    back, before = removed
-    now, later = {**hooks, **back}, list(hooks)
-    first = next((i for i, key in enumerate(later) if key in before), 0)
-    known = [key for key in before if key in now]
-    order = [*later[:first], *known, *(key for key in later[first:] if key not in before)]
+    """Restore hooks to their places; newer hooks stay after them, or before all hooks."""
+    removed_hooks, old_order = removed
+    all_hooks, current_order = {**hooks, **removed_hooks}, list(hooks)
+    first = next((i for i, key in enumerate(current_order) if key in old_order), 0)
+    known = [key for key in old_order if key in all_hooks]
+    order = [
+        *current_order[:first],
+        *known,
+        *(key for key in current_order[first:] if key not in old_order),
+    ]
     hooks.clear()
-    hooks.update({key: now[key] for key in order})
+    hooks.update({key: all_hooks[key] for key in order})
 
 
-# Modules that were cut before ``ovpatch.apply()``: torch registers local functions as hooks, whose closures still hold
-# the style and the mesh.
+# - Modules that were parallelized before `ovpatch.apply()`
+#
+# torch registers local functions as hooks. Their closures still have the style and the mesh.
 
 
 def recover_modules() -> list[str]:
-    """Take over the modules that are cut already; return remarks on those that could not be."""
+    """Attach to the modules that were parallelized before; return remarks on modules that could not be attached."""
     remarks = []
-    # Not isinstance, which asks objects for their __class__ and so runs foreign code.
+    # isinstance() would read the __class__ of objects, and so run foreign code.
     modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
     for module in modules:
         state = vars(module)
@@ -188,25 +205,23 @@ def recover_modules() -> list[str]:
             and not _recover_linear(module)
         ):
             remarks.append(
-                "an nn.Linear was made parallel before ovpatch.apply(), in a way that cannot be "
-                "recovered, and stays "
-                "stock: move the line ovpatch.apply() above parallelize_module"
+                "stock PyTorch computes an nn.Linear that was parallelized before ovpatch.apply() in a way that cannot "
+                "be recovered: move the line ovpatch.apply() above parallelize_module"
             )
-        elif _is_cut_and_changed(module):
+        elif _is_parallel_subclass(module):
             remarks.append(
-                "an nn.Linear was made parallel before ovpatch.apply() and is a "
-                f"{type(module).__name__} now; it stays "
-                "stock: move the line ovpatch.apply() above parallelize_module"
+                "stock PyTorch computes an nn.Linear that was parallelized before ovpatch.apply() and is now a "
+                f"{type(module).__name__}: move the line ovpatch.apply() above parallelize_module"
             )
         for key, hook in list(state.get("_forward_pre_hooks", {}).items()):
-            style, mesh = (found := _closure(hook)).get("self"), found.get("device_mesh")
+            style, mesh = (found := _read_closure(hook)).get("self"), found.get("device_mesh")
             if isinstance(style, PrepareModuleInput) and mesh is not None:
-                take_over_gather(module, key, style, mesh)
+                attach_to_gather(module, key, style, mesh)
     return list(dict.fromkeys(remarks))
 
 
-def _is_cut_and_changed(module: nn.Module) -> bool:
-    """Return whether a cut linear has got a class derived from nn.Linear since, as ``fully_shard`` makes one."""
+def _is_parallel_subclass(module: nn.Module) -> bool:
+    """Return whether a parallel linear now has a class derived from nn.Linear, as ``fully_shard`` makes one."""
     kind = type(module)
     return (
         kind is not Linear
@@ -219,38 +234,37 @@ def _recover_linear(linear: nn.Linear) -> bool:
     pre = {
         key: found
         for key, hook in linear._forward_pre_hooks.items()
-        if "input_fn" in (found := _closure(hook))
+        if "input_fn" in (found := _read_closure(hook))
     }
     post = {
         key: found
         for key, hook in linear._forward_hooks.items()
-        if "output_fn" in (found := _closure(hook))
+        if "output_fn" in (found := _read_closure(hook))
     }
+    # With other numbers of hooks, the script has parallelized the linear twice, or not by a style.
     if len(pre) != 1 or len(post) != 1:
         return False
     (prepare,), (finish,) = pre.values(), post.values()
-    style = _style(prepare["input_fn"], finish["output_fn"])
+    style = _rebuild_style(prepare["input_fn"], finish["output_fn"])
     if style is None:
         return False
     keys = {*pre, *post}
-    take_over(linear, style, prepare["device_mesh"], lambda key: key in keys)
+    attach_to_linear(linear, style, prepare["device_mesh"], lambda key: key in keys)
     return True
 
 
-def _style(prepare: Any, finish: Any) -> Style | None:
+def _rebuild_style(prepare: Any, finish: Any) -> Style | None:
     if not isinstance(prepare, functools.partial) or not isinstance(finish, functools.partial):
         return None
     for style in (ColwiseParallel, RowwiseParallel):
         if prepare.func is style._prepare_input_fn and finish.func is style._prepare_output_fn:
-            (given, _), (handed_out, local) = prepare.args, finish.args
-            return style(
-                input_layouts=given[0], output_layouts=handed_out[0], use_local_output=local
-            )
+            (given, _), (returned, local) = prepare.args, finish.args
+            return style(input_layouts=given[0], output_layouts=returned[0], use_local_output=local)
     return None
 
 
-def _closure(hook: Any) -> dict[str, Any]:
-    """Return the closure of a hook that torch's styles have registered, by name; empty for other hooks."""
+def _read_closure(hook: Any) -> dict[str, Any]:
+    """Return the closure of a hook that torch's styles have registered, by name; empty for any other hook."""
     if not inspect.isfunction(hook) or not (hook.__module__ or "").startswith(
         "torch.distributed.tensor"
     ):

@@ -1,4 +1,4 @@
-"""What is patched for feature ``tp_linear``, and why there."""
+"""The patches of feature ``tp_linear``, and the reasons for their places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLE = "torch.distributed.tensor.parallel.style"
 
 FEATURE: Final = Feature(
     name="tp_linear",
-    summary="Linears of parallelize_module hide their gathers and reduce-scatters under products.",
+    summary="Linears of parallelize_module hide their gathers and reduce-scatters under GEMMs.",
     options=OPTIONS,
     reorders_products=True,
     distributed=True,
@@ -30,7 +30,7 @@ FEATURE: Final = Feature(
 
 
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches; they wait until the script imports their target, since that import takes long."""
+    """Register the patches. They wait until the script imports their target, because that import takes long."""
     _settings.clear()
     _settings.update(options)
     for name in ("ColwiseParallel", "RowwiseParallel"):
@@ -38,8 +38,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
             f"{_STYLE}.{name}._apply",
             wrap=functools.partial(_wrap, name="apply_to_linear"),
             why="is where parallelize_module hands a module to its style; keeps its signature in torch 2.11 to 2.15. "
-            "F.linear, later, sees an input that is gathered already, and its output is scattered "
-            "by a hook.",
+            "F.linear, later, gets a gathered input, and a hook scatters its output.",
         )
     patches.register_patch(
         f"{_STYLE}.PrepareModuleInput._apply",
@@ -48,64 +47,70 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
-def attach_cut_modules() -> Sequence[str]:
-    """Attach to the modules that are sharded already, and return the remarks on them."""
-    return _load_attach().recover_modules() if _has_cut_modules() else []
+def attach_existing_modules() -> Sequence[str]:
+    """Attach to the modules that were parallelized before, and return the remarks on them."""
+    return _load_attach().recover_modules() if _has_parallel_modules() else []
 
 
 def list_remarks() -> Sequence[str]:
-    """Return the measured choices, the linears that stock computes and why, and products that no linear used."""
+    """Return the measured choices, the linears that stock PyTorch computes, and the number of unused GEMMs."""
     from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
     autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
-    sharing = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
-    if sharing is not None:
+    fused = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
+    if fused is not None:
         remarks += [
-            f"schedule fused computes as bulk does: {reason}"
-            for reason in sharing.list_objections()
+            f"schedule fused computes as bulk does: {reason}" for reason in fused.list_objections()
         ]
     attach = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")
     if attach is not None:
-        remarks += [f"{name} is left to stock: {reason}" for name, reason in attach.LEFT.items()]
+        remarks += [
+            f"stock PyTorch computes {name}: {reason}"
+            for name, reason in attach.STOCK_REASONS.items()
+        ]
     if COUNTERS.unused:
         remarks.append(
-            f"{COUNTERS.unused} products were computed with a shared gather and never used: "
-            "OVPATCH_TP_LINEAR_SHARED_GATHER=0 saves them"
+            f"{COUNTERS.unused} GEMMs were computed with a shared gather but not used: set "
+            "OVPATCH_TP_LINEAR_SHARED_GATHER=0 to avoid them"
         )
     return remarks
 
 
+# The options, until the first parallel module needs them.
 _settings: dict[str, Any] = {}
 
 
-def _wrap(apply: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a style's ``_apply`` that calls the function of :mod:`.tp_linear_attach` with a name."""
+def _wrap(apply_style: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a style's ``_apply`` that calls the function ``name`` of :mod:`.tp_linear_attach`."""
 
-    @functools.wraps(apply)
+    @functools.wraps(apply_style)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        return getattr(_load_attach(), name)(apply, self, module, device_mesh)
+        return getattr(_load_attach(), name)(apply_style, self, module, device_mesh)
 
     return _apply
 
 
-def _has_cut_modules() -> bool:
-    """Return whether ``parallelize_module`` has cut a module; looks through all objects where it can have."""
+def _has_parallel_modules() -> bool:
+    """Return whether ``parallelize_module`` has changed a module."""
     import torch
 
+    # The search visits all objects, so it runs only if the script can have called parallelize_module.
     if _STYLE not in sys.modules or not torch.distributed.is_initialized():
         return False
-    # Not isinstance, which asks objects for their __class__ and so runs foreign code.
-    modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
+    # isinstance() would read the __class__ of objects, and so run foreign code.
+    modules = (
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.nn.Module)
+    )
     return any("_distribute_module_applied" in vars(module) for module in modules)
 
 
 def _load_attach() -> Any:
-    """Return :mod:`.tp_linear_attach`; the first call after ``apply()`` sets the options."""
+    """Return :mod:`.tp_linear_attach`, after the first call since ``apply()`` has set the options."""
     from ovpatch_plugins.tp_linear import tp_linear_attach
     from ovpatch_plugins.tp_linear.parallel_linear import STATE
 
-    if not STATE.on:
+    if not STATE.is_on:
         STATE.turn_on(_settings)
     return tp_linear_attach
 
@@ -114,7 +119,7 @@ hooks = make_feature_hooks(
     FEATURE,
     register,
     counters="ovpatch_plugins.tp_linear.tp_linear_report:COUNTERS",
-    activate=attach_cut_modules,
-    deactivate="ovpatch_plugins.tp_linear.tp_linear_attach:give_back_modules",
+    activate=attach_existing_modules,
+    deactivate="ovpatch_plugins.tp_linear.tp_linear_attach:detach_all",
     remarks=list_remarks,
 )

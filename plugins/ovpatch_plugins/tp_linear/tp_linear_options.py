@@ -1,4 +1,4 @@
-"""Options of the feature."""
+"""The options of the feature."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OPTIONS: Final = (
     Option(
         "schedule",
         DEFAULT_SCHEDULE,
-        f"Order of products and collectives. {describe_schedules()}",
+        f"Order of GEMMs and collectives. {describe_schedules()}",
         choices=SCHEDULE_NAMES,
         experimental=EXPERIMENTAL_NAMES,
     ),
     Option(
         "chunks",
         4,
-        "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
+        "The chunks into which schedule chunk splits a GEMM; fewer if the rows do not divide.",
         parse=make_count_parser("a number of chunks, 1 or more", least=1),
         aliases=("num_splits",),
         values="a number of chunks",
@@ -31,30 +31,26 @@ OPTIONS: Final = (
     Option(
         "regather",
         False,
-        "Keep this rank's part of a gathered input for backward, and gather it again there. This "
-        "saves memory, and "
-        "all ranks have to run backward.",
+        "Keep this rank's shard of a gathered input for backward, and gather it again there. This saves memory, and "
+        "all ranks must run backward.",
     ),
     Option(
         "shared_gather",
         True,
-        "Where PrepareModuleInput gathers for several linears, compute their products together "
-        "with the gather.",
+        "If PrepareModuleInput gathers for several linears, compute their GEMMs together with the gather.",
     ),
     Option(
         "compiled",
         False,
-        "Use the feature's operators under torch.compile, too; the compiler does not look into "
-        "them. false: compiled "
-        "code is as under stock.",
+        "Use the feature's operators under torch.compile, too; they are opaque to the compiler. false: compiled code "
+        "is as in stock PyTorch.",
         experimental=(True,),
     ),
     Option(
         "gradient_accumulation_fusion",
         False,
-        "Add a weight's gradient to weight.main_grad, or to weight.grad of earlier microbatches, "
-        "as part of the "
-        "product. Weights with hooks are left out, because their hooks would not be called.",
+        "Add a weight's gradient to weight.main_grad, or to weight.grad of earlier microbatches, as part of the GEMM. "
+        "This skips weights with hooks, because their hooks would not be called.",
         experimental=(True,),
     ),
 )

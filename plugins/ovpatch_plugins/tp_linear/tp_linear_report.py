@@ -7,21 +7,30 @@ from ovpatch.overlap.tensor_parallel.operator_counts import report_counts_in
 
 
 class Counters(FeatureCounters):
-    """Totals since the process started."""
+    """Totals since the process started.
 
-    linears: int = 0  # linears whose forward was taken over
-    gathers: int = 0  # gathers for several linears (PrepareModuleInput) that were taken over
-    calls: int = 0  # forward passes through taken-over linears that our operators computed
-    shared_calls: int = (
-        0  # those of them whose product was computed together with a gather for several
-    )
-    compiled_calls: int = 0  # those that were part of a compiled graph
-    fused: int = 0  # products that kernels of schedule ``fused`` computed, forward and backward
-    stock_calls: int = 0  # forward passes through taken-over linears that were left to stock
-    unused: int = 0  # products computed together with a gather that no linear asked for
+    Attributes:
+        linears: Linears to which the feature is attached.
+        gathers: Gathers of PrepareModuleInput, for several linears, to which the feature is attached.
+        calls: Forward passes through attached linears that our operators computed.
+        shared_calls: Calls whose GEMM was computed together with a gather for several linears.
+        compiled_calls: Calls that were part of a compiled graph.
+        fused: GEMMs that the kernels of schedule ``fused`` computed, forward and backward.
+        stock_calls: Forward passes through attached linears that stock PyTorch computed.
+        unused: GEMMs that were computed together with a gather, but that no linear used.
+    """
+
+    linears: int = 0
+    gathers: int = 0
+    calls: int = 0
+    shared_calls: int = 0
+    compiled_calls: int = 0
+    fused: int = 0
+    stock_calls: int = 0
+    unused: int = 0
 
 
 COUNTERS = Counters()
 
-# Operators of compiled graphs, and kernels, count there.
+# Operators of compiled graphs, and kernels, do not know this feature. They count here through the shared counters.
 report_counts_in(COUNTERS)

@@ -219,6 +219,6 @@ def test_linears_of_transformer_engine_are_left_to_it_and_said(ranks):
         said = [
             remark
             for remark in remarks
-            if "Transformer Engine's, which has an overlap of its own" in remark
+            if "Transformer Engine's, which has its own overlap" in remark
         ]
         assert [remark.partition(":")[0] for remark in said] == ["TELinear"]

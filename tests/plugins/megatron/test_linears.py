@@ -209,7 +209,7 @@ def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
             "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's"
             in text
         )
-        assert "a column-parallel linear: grad_output_buffer asks for more" in text
+        assert "a column-parallel linear: an operator does not support grad_output_buffer" in text
 
 
 def of_0_17(
@@ -269,13 +269,13 @@ def test_ranks_that_differ_are_named(ranks):
 @pytest.mark.parametrize(
     ("rows", "connections", "schedule", "reason"),
     [
-        (4, None, "bulk", "its product is below min_linear_gflop"),
-        (4, None, "ring", "its product is below min_linear_gflop"),
+        (4, None, "bulk", "its GEMM is below min_linear_gflop"),
+        (4, None, "ring", "its GEMM is below min_linear_gflop"),
         (
             1 << 28,
             "1",
             "bulk",
-            "with CUDA_DEVICE_MAX_CONNECTIONS=1 it hides what schedule bulk hides",
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 Megatron hides the same collectives as schedule bulk",
         ),
         (1 << 28, "1", "ring", ""),
         (1 << 28, "8", "bulk", ""),
@@ -284,7 +284,7 @@ def test_ranks_that_differ_are_named(ranks):
 def test_on_a_gpu_linears_without_a_gain_are_megatrons(
     monkeypatch, rows, connections, schedule, reason
 ):
-    monkeypatch.setattr(megatron_report, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
@@ -295,10 +295,10 @@ def test_on_a_gpu_linears_without_a_gain_are_megatrons(
     group.size.return_value = 2
     patches = linears.LinearPatches(OPTIONS | {"schedule": schedule})
     for kind in ("column", "row"):
-        megatron_report._LEFT.clear()
+        megatron_report._FALLBACKS.clear()
         entering = patches._enter(x, weight, False, group, kind, "")
         assert (entering is None) == bool(reason)
-        assert megatron_report.list_left() == (
+        assert megatron_report.list_fallbacks() == (
             [f"a {kind}-parallel linear: {reason}"] if reason else []
         )
 

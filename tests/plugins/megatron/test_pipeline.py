@@ -194,7 +194,7 @@ def drop_a_model() -> tuple[int, int]:
     with ovpatch.applied("megatron"):
         train(Case(steps=1))
         gc.collect()
-        return COUNTERS.pipeline_steps - before, len(find_owners(pipeline._ENGINE))
+        return COUNTERS.pipeline_steps - before, len(find_owners(pipeline._ENGINE_KEY))
 
 
 def test_a_model_goes_with_its_engine(ranks):
@@ -261,7 +261,7 @@ class Elsewhere:
 )
 def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, given, reason):
     given = dict(given)
-    monkeypatch.setattr(megatron_report, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     config = SimpleNamespace(tensor_model_parallel_size=1, **changes)
     group = SimpleNamespace(size=lambda: 1)
@@ -276,25 +276,25 @@ def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, give
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
     run = patches.wrap_schedule(lambda **given: patches._step)
     assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is None
-    assert megatron_report.list_left() == [f"the pipeline's schedule: {reason}"]
+    assert megatron_report.list_fallbacks() == [f"the pipeline's schedule: {reason}"]
 
 
 def test_a_step_inside_of_another_one_is_megatrons(monkeypatch):
-    monkeypatch.setattr(megatron_report, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
     run = patches.wrap_schedule(lambda **_: (patches._step, patches.queue.is_active))
     patches._step = outer = mock.Mock()
     with patches.queue.running():
         assert run(model=[]) == (None, False)
         assert (patches._step, patches.queue.is_active) == (outer, True)
-    assert "inside of another step" in megatron_report.list_left()[0]
+    assert "inside of another step" in megatron_report.list_fallbacks()[0]
 
 
 def test_interleaving_is_left_to_megatron_and_said(monkeypatch):
-    monkeypatch.setattr(megatron_report, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
     assert patches.wrap_interleaving(lambda **given: given)(model=[]) == {"model": []}
-    assert "the pipeline's schedule with interleaving" in megatron_report.list_left()[0]
+    assert "the pipeline's schedule with interleaving" in megatron_report.list_fallbacks()[0]
 
 
 def another_loop() -> str:
@@ -333,7 +333,7 @@ def plain_linear(
 
 
 def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatch):
-    monkeypatch.setattr(megatron_report, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     patches, x = (
         PipelinePatches({"pipeline_schedule": "1f1b"}),
         torch.randn(2, 4, requires_grad=True),
@@ -348,7 +348,7 @@ def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatc
     with patches.queue.running():
         patches.wrap_linear(wrapper)(x, weight, None, False, False, False)
     assert len(called) == 1
-    assert any("wrapper is another library's" in text for text in megatron_report.list_left())
+    assert any("wrapper is another library's" in text for text in megatron_report.list_fallbacks())
 
 
 def test_a_compiled_linear_is_megatrons_and_is_compiled_once():
@@ -505,13 +505,13 @@ def test_a_weight_gets_what_its_reads_add_up_to(linear, kind, before):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_weight_with_hooks_stays_in_the_backward_for_as_long(monkeypatch, linear, register):
-    monkeypatch.setattr(megatron_report, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     called = []
     handle = getattr(linear.weight, register)(lambda _: called.append(1))
     read_twice(linear, "dense", before=False)
     assert called == [1]
     assert linear.weight.grad[1].equal(torch.ones(3, 2)[1] @ linear.input + 1)
-    assert any("weights that have hooks" in text for text in megatron_report.list_left())
+    assert any("weights that have hooks" in text for text in megatron_report.list_fallbacks())
     handle.remove()
     with linear.queue.running():
         assert linear.queue.enter(linear.weight, multiply)[0] is not linear.weight
@@ -519,7 +519,7 @@ def test_a_weight_with_hooks_stays_in_the_backward_for_as_long(monkeypatch, line
 
 def test_a_hook_that_comes_inside_a_step_and_would_be_called_twice_is_an_error(linear):
     with pytest.raises(
-        RuntimeError, match=r"shape \(3, 4\) .* hook inside the step.*PIPELINE_SCHEDULE=stock"
+        RuntimeError, match=r"shape \(3, 4\) .* a hook in the step.*PIPELINE_SCHEDULE=stock"
     ):
         read_twice(linear, "dense", before=False, changed=True)
 

@@ -40,4 +40,6 @@ def test_differences_are_named(ranks, how):
         assert 'schedule is "ring" on rank 0 but "bulk" on rank 1' in errors[0]
     else:
         assert "feature 'tp_linear' got no reply from rank 0 within 1 s" in errors[1]
-        assert errors[1].endswith("OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock.")
+        assert errors[1].endswith(
+            "set OVPATCH_TP_LINEAR=0 on all ranks to have stock PyTorch compute linears."
+        )

@@ -138,7 +138,7 @@ def test_only_what_differs_is_measured():
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = Auto("auto", arms, "bulk", anew=True).make_tuning(
+        found = Auto("auto", arms, "bulk", regathers=True).make_tuning(
             wires, torch.device("cpu"), shape, direction
         )
         assert found.candidates[0] == "stock"
@@ -332,9 +332,9 @@ def test_measuring_leaves_nothing_behind(ranks):
 
 def test_what_schedules_are_raced():
     arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
-    assert autotuned._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
-    assert autotuned._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
-    assert autotuned._distinct(arms, "linear_scatter_backward") == (
+    assert autotuned._list_distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
+    assert autotuned._list_distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
+    assert autotuned._list_distinct(arms, "linear_scatter_backward") == (
         "stock",
         "ring",
         "chunk",

@@ -247,9 +247,7 @@ def test_classes_and_styles_of_their_own_are_left_alone(ranks):
     for result in ranks(2)(both, foreign):
         remarks = result["stock"].pop("remarks"), result["patched"].pop("remarks")
         equal([result["stock"]], [result["patched"]])
-        assert (
-            "Odd is left to stock: a class of its own may have a forward of its own" in remarks[1]
-        )
+        assert "stock PyTorch computes Odd: its class may override forward" in remarks[1]
         assert "OwnStyle does not do what ColwiseParallel does" in remarks[1]
         assert result["counters"]["linears"] == 1, "the stock linear behind the odd one"
 

@@ -243,7 +243,7 @@ def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
 
 
 def test_ever_new_lengths_do_not_fill_memory(log, monkeypatch):
-    monkeypatch.setattr(launch, "_KEPT", 8)
+    monkeypatch.setattr(launch, "_MAX_LAUNCHES", 8)
     space = workspace()
     for m in range(1, 30):
         scatter(space, m, 8, 1, torch.bfloat16, False, None)

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import itertools
 
-from ovpatch.overlap.tensor_parallel.triton_launch import WIDE, gather_tiles, scatter_tiles
+from ovpatch.overlap.tensor_parallel.triton_launch import (
+    WIDE,
+    choose_gather_tiles,
+    choose_scatter_tiles,
+)
 
 PROGRAMS = 132  # of an H200
 
 
 def test_more_programs_fetch_where_there_is_less_to_multiply():
     wide, narrow, none = (
-        gather_tiles(1024, 4096, [n] * (n > 0), 2, 8, PROGRAMS).pullers for n in (7168, 1792, 0)
+        choose_gather_tiles(1024, 4096, [n] * (n > 0), 2, 8, PROGRAMS).pullers
+        for n in (7168, 1792, 0)
     )
     assert wide < narrow < none < PROGRAMS / 2
 
 
 def test_more_programs_fetch_from_more_ranks():
     assert (
-        gather_tiles(4096, 4096, [1792], 2, 2, PROGRAMS).pullers
-        < gather_tiles(1024, 4096, [1792], 2, 8, PROGRAMS).pullers
+        choose_gather_tiles(4096, 4096, [1792], 2, 2, PROGRAMS).pullers
+        < choose_gather_tiles(1024, 4096, [1792], 2, 8, PROGRAMS).pullers
     )
 
 
 def test_tiles_are_narrow_where_programs_have_few():
-    few, many = (gather_tiles(m, 4096, [1792], 2, 2, PROGRAMS) for m in (1024, 8192))
+    few, many = (choose_gather_tiles(m, 4096, [1792], 2, 2, PROGRAMS) for m in (1024, 8192))
     assert (few.columns, many.columns) == (128, 256)
 
 
 def test_counts_of_what_arrives_are_those_that_the_workspace_was_asked_for():
     for m, n, world in itertools.product((1, 100, 5000), (8, 3000), (2, 8)):
-        assert gather_tiles(m, 512, [n], 2, world, PROGRAMS).rows == WIDE.rows
+        assert choose_gather_tiles(m, 512, [n], 2, world, PROGRAMS).rows == WIDE.rows
 
 
 def test_groups_are_small_where_the_cache_holds_the_weights():
-    assert scatter_tiles(4096, 1792, 2).group < scatter_tiles(8192, 3584, 2).group
+    assert choose_scatter_tiles(4096, 1792, 2).group < choose_scatter_tiles(8192, 3584, 2).group

@@ -1,4 +1,4 @@
-"""Schedules: in which order GEMMs and collectives of a tensor-parallel linear are launched."""
+"""The schedules: the orders in which a tensor-parallel linear launches its GEMMs and collectives."""
 
 from __future__ import annotations
 
@@ -15,42 +15,47 @@ from ovpatch.overlap.tensor_parallel.schedule_table import (
 from ovpatch.overlap.tensor_parallel.schedules.stock import Schedule
 
 
-def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
-    """Return the schedule of a name in the table; ``chunk`` splits rows into that many parts.
+def find_schedule(name: str, chunks: int, *, regathers: bool = False) -> Schedule:
+    """Return the schedule of a name in the table.
 
-    With ``anew`` inputs are gathered again for the weights' gradients, which ``auto`` measures then.
+    Args:
+        name: The name.
+        chunks: The number of chunks of schedule ``chunk``.
+        regathers: Whether backward gathers inputs again for the weights' gradients. ``auto`` then measures that.
     """
     info = get_schedule_info(name)
-    # Calls with the same arguments get the same object, because operators compare schedules by identity.
+    # Calls with the same arguments return the same object, because operators compare schedules by identity.
     if name == "auto":
-        return _make_auto(info.implementation, chunks, anew)
+        return _make_auto(info.implementation, chunks, regathers)
     return _make_schedule(info.implementation, chunks if info.takes_chunks else None)
 
 
 @functools.cache
 def parse_schedule(text: str) -> Schedule:
-    """Return the schedule whose ``name`` is a text, such as ``chunk4``; a graph keeps that text."""
+    """Return the schedule whose attribute ``name`` is ``text``, such as ``chunk4``; a graph keeps that string."""
     for info in SCHEDULES:
         chunks = text.removeprefix(info.name)
         if info.takes_chunks and chunks.isdecimal():
-            return find_schedule(info.name, int(chunks), anew=True)
+            return find_schedule(info.name, int(chunks), regathers=True)
     return find_schedule(text, 1)
 
 
 @functools.cache
 def _make_schedule(implementation: str, chunks: int | None) -> Schedule:
-    made: Schedule = _find_class(implementation)(*(() if chunks is None else (chunks,)))
-    return made
+    schedule_object: Schedule = _find_class(implementation)(*(() if chunks is None else (chunks,)))
+    return schedule_object
 
 
 @functools.cache
-def _make_auto(implementation: str, chunks: int, anew: bool) -> Schedule:
+def _make_auto(implementation: str, chunks: int, regathers: bool) -> Schedule:
     arms = {
         schedule.name: schedule
         for schedule in (find_schedule(name, chunks) for name in MEASURED_NAMES)
     }
-    made: Schedule = _find_class(implementation)(f"auto{chunks}", arms, DEFAULT_SCHEDULE, anew=anew)
-    return made
+    schedule_object: Schedule = _find_class(implementation)(
+        f"auto{chunks}", arms, DEFAULT_SCHEDULE, regathers=regathers
+    )
+    return schedule_object
 
 
 def _find_class(implementation: str) -> Any:

@@ -1,4 +1,11 @@
-"""Schedule ``auto``: measures the other schedules on random rows and weights, and takes the fastest."""
+"""Schedule ``auto``, which measures the other schedules on random rows and weights, and uses the fastest one.
+
+It chooses for each operator, shape, dtype and direction. Measuring needs all ranks, but a backward may run on only some
+of them. So an operator's forward chooses for both directions. It does so in every grad mode, because a checkpoint may
+turn gradients on later. An operator whose forward sends nothing cannot measure: a replicated linear uses the default
+schedule. All linears that read a shared gather determine its schedule. These linears are the same on all ranks, but the
+GEMMs that are computed with the gather may differ.
+"""
 
 from __future__ import annotations
 
@@ -21,104 +28,114 @@ from ovpatch.overlap.tensor_parallel.schedules.stock import (
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.settings.settings import cache_dir
 
-Call = Callable[[Schedule], object]
+ScheduleCall = Callable[[Schedule], object]
 
 
 class Shape(NamedTuple):
-    """The key of a choice, the same on all ranks."""
+    """The key of a choice, the same on all ranks.
 
-    operator: str  # ``gather_linear``, ``linear_scatter`` or ``linear_reduce``
-    rows: int  # a rank's number of rows, for ``linear_reduce`` all of them; see round_rows()
-    k: int  # the number of input features on this rank
-    features: tuple[int, ...]  # the number of output features on this rank, of each weight
-    dtype: torch.dtype  # the dtype of the products
+    Attributes:
+        operator: ``gather_linear``, ``linear_scatter`` or ``linear_reduce``.
+        rows: A rank's number of rows, or the number of all rows for ``linear_reduce``. :func:`round_rows` rounds it.
+        k: The number of input features on this rank.
+        features: The number of output features on this rank, for each weight.
+        dtype: The dtype of the GEMMs.
+    """
+
+    operator: str
+    rows: int
+    k: int
+    features: tuple[int, ...]
+    dtype: torch.dtype
 
     def text(self) -> str:
-        """Return the shape in words."""
+        """Return the shape as it is shown in the report."""
         outputs = " + ".join(map(str, self.features))
         return f"{self.rows} x {self.k} -> {outputs}, {str(self.dtype).removeprefix('torch.')}"
 
 
 def round_rows(rows: int) -> int:
-    """Return a number of rows to three significant bits, four numbers between a power of two and the next.
+    """Round a number of rows to three significant bits, which are four numbers between two powers of two.
 
-    Where sequences differ from step to step, schedules are measured for some lengths, which stand for those near them.
+    If the lengths of sequences differ from step to step, only rounded lengths are measured.
     """
     step = 1 << max(rows.bit_length() - 3, 0)
     return max((rows + step // 2) // step * step, 1)
 
 
-def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
-    """Return the schedules without those that compute a method just as an earlier one."""
-    found: dict[Any, str] = {}
+def _list_distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
+    """Return the names of the schedules, except those that compute a method exactly as an earlier one."""
+    name_by_functions: dict[Any, str] = {}
     for name, schedule in schedules.items():
-        functions = _functions(type(schedule), method)
-        plain = functions in (_functions(Schedule, method), _functions(Bulk, method))
-        found.setdefault(functions if plain else name, name)
-    return tuple(found.values())
+        functions = _list_functions(type(schedule), method)
+        # A schedule may inherit the method from a third class and override functions that are not listed here, so
+        # only the functions of these two classes show that two schedules compute the same.
+        is_shared = functions in (_list_functions(Schedule, method), _list_functions(Bulk, method))
+        name_by_functions.setdefault(functions if is_shared else name, name)
+    return tuple(name_by_functions.values())
 
 
-def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
-    """Return the functions by which a class computes a method, its steps included."""
+def _list_functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
+    """Return the functions by which a class computes a method, including the methods that it calls."""
     return tuple(getattr(cls, name, None) for name in (method, *_STEPS.get(method, ())))
 
 
-_STEPS: Final = {"gather_linear_backward": ("scattered",)}
+# The methods that subclasses override as steps of another method.
+_STEPS: Final = {"gather_linear_backward": ("start_input_grad_scatter",)}
 
 
 def _make_call(
-    method: str, ranks: TPGroup, shape: Shape, generator: torch.Generator, anew: bool
-) -> Call:
-    """Return what calls a method of a schedule on random rows and weights."""
+    method: str, ranks: TPGroup, shape: Shape, generator: torch.Generator, regathers: bool
+) -> ScheduleCall:
+    """Return a function that calls a method of a schedule with random rows and weights."""
 
-    def draw(*sizes: int) -> Tensor:
+    def draw_random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=shape.dtype, device=generator.device)
 
-    weights = [draw(n, shape.k) * shape.k**-0.5 for n in shape.features]
-    every, weight = ranks.world * shape.rows, weights[0]
+    # This scale makes outputs as large as inputs.
+    weights = [draw_random(n, shape.k) * shape.k**-0.5 for n in shape.features]
+    all_rows, weight = ranks.world * shape.rows, weights[0]
     if method == "gather_linear":
-        x = draw(shape.rows, shape.k)
+        x = draw_random(shape.rows, shape.k)
         return lambda schedule: schedule.gather_linear(
             ranks, x, weights, [None] * len(weights), True
         )
     if method == "gather_linear_backward":
-        grads, kept = (
-            [draw(every, n) for n in shape.features],
-            draw(shape.rows if anew else every, shape.k),
+        grads = [draw_random(all_rows, n) for n in shape.features]
+        saved_input = draw_random(shape.rows if regathers else all_rows, shape.k)
+
+        def compute_grads(gathered: Tensor, output_grads: Sequence[Tensor | None]) -> object:
+            return [
+                compute_weight_grad(grad, gathered) for grad in output_grads if grad is not None
+            ]
+
+        request = ColumnGrads(
+            grads, saved_input, weights, compute_grads, shape.dtype, regathers=regathers
         )
-
-        def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> object:
-            return [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
-
-        asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
-        return lambda schedule: schedule.gather_linear_backward(ranks, asked)
+        return lambda schedule: schedule.gather_linear_backward(ranks, request)
     if method == "linear_scatter":
-        x = draw(every, shape.k)
+        x = draw_random(all_rows, shape.k)
         return lambda schedule: schedule.linear_scatter(ranks, x, weight)
     if method == "linear_scatter_backward":
-        x, grad = draw(every, shape.k), draw(shape.rows, shape.features[0])
+        x, grad = draw_random(all_rows, shape.k), draw_random(shape.rows, shape.features[0])
         return lambda schedule: schedule.linear_scatter_backward(
-            ranks, grad, weight, lambda whole, _: compute_weight_grad(whole, x), True
+            ranks, grad, weight, lambda gathered, _: compute_weight_grad(gathered, x), True
         )
-    x = draw(shape.rows, shape.k)
+    x = draw_random(shape.rows, shape.k)
     return lambda schedule: schedule.linear_reduce(ranks, x, weight)
 
 
-# Schedule ``auto``: for each operator, shape, dtype and direction one of the others, by measurement.
-#
-# Measuring needs all ranks, and a backward need not run on all of them. So an operator's forward chooses for both
-# directions, in every grad mode, which a checkpoint may change later. An operator whose forward sends nothing cannot
-# measure: a replicated linear takes the default schedule. A shared gather is chosen by all linears that read it, which
-# are the same on all ranks; its products need not be.
-
-_Known = dict[tuple[bool, Shape], "Pair"]
+# The choices, by whether algorithms must be deterministic, and by shape.
+_PairByShape = dict[tuple[bool, Shape], "Pair"]
 
 
 class Pair(Schedule):
-    """One schedule for forward, another one for backward."""
+    """The schedules of forward and of backward, which may differ."""
 
     def __init__(self, forward: Schedule, backward: Schedule) -> None:
-        self.forward, self.backward, self.ahead = forward, backward, forward.ahead
+        self.forward = forward
+        self.backward = backward
+        self.computes_ahead = forward.computes_ahead
         self.name = f"{forward.name}, {backward.name}"
 
     def gather_linear(
@@ -127,31 +144,34 @@ class Pair(Schedule):
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        needs_whole: bool,
+        needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        return self.forward.gather_linear(ranks, x, weights, biases, needs_whole)
+        return self.forward.gather_linear(ranks, x, weights, biases, needs_gathered)
 
-    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        return self.backward.gather_linear_backward(ranks, asked)
+    def gather_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
+        return self.backward.gather_linear_backward(ranks, request)
 
 
 class Auto(Bulk):
-    """Computes a call by the schedule that is measured to be the fastest for its shape.
+    """The schedule that computes a call by the fastest schedule for its shape.
 
-    ``candidates`` are the other schedules by name, stock first; ``default`` is taken where nothing is measured. With
-    ``anew`` inputs are gathered again for the weights' gradients.
+    Args:
+        name: The name of this schedule, with the number of chunks.
+        candidates: The other schedules by name, stock first.
+        default: The name of the schedule to use if nothing is measured.
+        regathers: Whether inputs are gathered again for the weights' gradients.
     """
 
     def __init__(
-        self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool
+        self, name: str, candidates: Mapping[str, Schedule], default: str, *, regathers: bool
     ) -> None:
-        self.name, self._candidates, self._default, self._anew = (
-            name,
-            dict(candidates),
-            default,
-            anew,
+        self.name = name
+        self._candidates = dict(candidates)
+        self._default = default
+        self._regathers = regathers
+        self._pairs_by_group: weakref.WeakKeyDictionary[TPGroup, _PairByShape] = (
+            weakref.WeakKeyDictionary()
         )
-        self._known: weakref.WeakKeyDictionary[TPGroup, _Known] = weakref.WeakKeyDictionary()
 
     def choose_for_gather(
         self,
@@ -162,8 +182,17 @@ class Auto(Bulk):
         features: Sequence[int],
         dtype: torch.dtype,
     ) -> Schedule:
-        """Return the schedule of a gather for several linears, by all of them; other arguments as of :class:`Shape`."""
-        return self._chosen(
+        """Return the schedule of a gather for several linears.
+
+        Args:
+            ranks: The ranks.
+            device: The device of the operands.
+            rows: This rank's number of rows, not rounded.
+            k: See :class:`Shape`.
+            features: See :class:`Shape`; of all linears that read the gathered input.
+            dtype: See :class:`Shape`.
+        """
+        return self._choose(
             ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype)
         )
 
@@ -173,25 +202,28 @@ class Auto(Bulk):
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        needs_whole: bool,
+        needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         shape = Shape(
             "gather_linear", round_rows(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype
         )
-        forward = self._chosen(ranks, x.device, shape).forward
-        return forward.gather_linear(ranks, x, weights, biases, needs_whole)
+        forward = self._choose(ranks, x.device, shape).forward
+        return forward.gather_linear(ranks, x, weights, biases, needs_gathered)
 
-    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        grad = next(grad for grad in asked.grads if grad is not None)
-        rows, weight = len(grad) // ranks.world, asked.weights[0]
+    def gather_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
+        # The key must be that of forward, although some outputs may have no gradient.
+        grad = next(grad for grad in request.output_grads if grad is not None)
+        rows, weight = len(grad) // ranks.world, request.weights[0]
         shape = Shape(
             "gather_linear",
             round_rows(rows),
             weight.shape[1],
-            tuple(map(len, asked.weights)),
+            tuple(map(len, request.weights)),
             weight.dtype,
         )
-        return self._chosen(ranks, grad.device, shape).backward.gather_linear_backward(ranks, asked)
+        return self._choose(ranks, grad.device, shape).backward.gather_linear_backward(
+            ranks, request
+        )
 
     def linear_scatter(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -199,66 +231,81 @@ class Auto(Bulk):
         shape = Shape(
             "linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype
         )
-        return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight, bias)
+        return self._choose(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight, bias)
 
     def linear_scatter_backward(
         self,
         ranks: TPGroup,
         grad: Tensor,
         weight: Tensor,
-        weight_grads: WeightGrads | None,
+        compute_weight_grads: WeightGrads | None,
         needs_input: bool,
     ) -> Tensor | None:
         shape = Shape(
             "linear_scatter", round_rows(len(grad)), weight.shape[1], (len(weight),), weight.dtype
         )
-        backward = self._chosen(ranks, grad.device, shape).backward
-        return backward.linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
+        backward = self._choose(ranks, grad.device, shape).backward
+        return backward.linear_scatter_backward(
+            ranks, grad, weight, compute_weight_grads, needs_input
+        )
 
     def linear_reduce(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
-        return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight, bias)
+        return self._choose(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight, bias)
 
-    def _chosen(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
-        """Return the schedules of a shape."""
-        known = self._known.setdefault(ranks, {})
+    def _choose(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
+        """Return the schedules of a shape, after measuring them if this is possible now."""
+        pairs = self._pairs_by_group.setdefault(ranks, {})
+        # Deterministic algorithms may make another schedule the fastest.
         key = (torch.are_deterministic_algorithms_enabled(), shape)
-        found = known.get(key)
-        if found is None:
+        pair = pairs.get(key)
+        if pair is None:
             tune = get_autotuner(ranks.group, device, "tp_linear", cache_dir()).tune
             forward, backward = (
-                tune(ranks.group, self.make_tuning(ranks, device, shape, way))
-                for way in ("forward", "backward")
+                tune(ranks.group, self.make_tuning(ranks, device, shape, direction))
+                for direction in ("forward", "backward")
             )
-            found = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+            pair = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+            # A choice without measurement, as under a capture, does not hold for later calls.
             if forward.final and backward.final:
-                known[key] = found
-        return found
+                pairs[key] = pair
+        return pair
 
     def make_tuning(
         self, ranks: TPGroup, device: torch.device, shape: Shape, direction: str
     ) -> Tuning:
-        """Return the measurement of the schedules that differ for an operator and a direction, forward or backward."""
+        """Return the measurement of the schedules that differ for an operator and a direction.
+
+        Args:
+            ranks: The ranks.
+            device: The device of the operands.
+            shape: The operator and its shape.
+            direction: ``forward`` or ``backward``.
+        """
         method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
-        gathers = self._anew and method == "gather_linear_backward"
+        regathers_here = self._regathers and method == "gather_linear_backward"
         schedules = self._candidates
 
         def make(generator: torch.Generator) -> Candidates:
-            call = _make_call(method, ranks, shape, generator, gathers)
+            call = _make_call(method, ranks, shape, generator, regathers_here)
             return {name: functools.partial(call, schedules[name]) for name in names}
 
-        def usable(name: str) -> bool:
+        def can_run(name: str) -> bool:
             return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
 
-        names = _distinct(schedules, method)
-        key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
-        taken = self._default if self._default in names else names[0]
-        total = sum(shape.features)  # inputs, outputs and gradients, with copies, take at most:
-        needs = (
+        # Schedules that compute this method in the same way are measured once.
+        names = _list_distinct(schedules, method)
+        # Files of earlier runs have these keys, so the words must not change.
+        variant = ", gathered anew" if regathers_here else ""
+        key = f"{shape.operator} {direction}, {shape.text()}{variant}, {ranks.world} ranks"
+        default = self._default if self._default in names else names[0]
+        total_features = sum(shape.features)
+        # The limit of the memory of inputs, outputs and gradients, with copies.
+        memory_bytes = (
             3
-            * (ranks.world * shape.rows * (shape.k + total) + shape.k * total)
+            * (ranks.world * shape.rows * (shape.k + total_features) + shape.k * total_features)
             * shape.dtype.itemsize
         )
-        return Tuning(key, names, taken, make, needs, usable)
+        return Tuning(key, names, default, make, memory_bytes, can_run)

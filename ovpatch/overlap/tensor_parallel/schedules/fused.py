@@ -1,8 +1,8 @@
 """Schedule ``fused``: kernels that compute and move rows at the same time, over memory that ranks share.
 
-A rank that chose another way than its peers would leave them waiting. So the choice depends only on facts that are the
-same on all ranks: their exchanged answers, dtypes, shapes, and whether a graph is captured. Strides and addresses,
-which may differ, are made to fit by a copy.
+A rank that does not run the kernels would leave its peers waiting. So the choice depends only on facts that are the
+same on all ranks: the objections that they have exchanged, dtypes, shapes, and whether a graph is captured. Strides and
+addresses may differ between ranks. A copy makes them fit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 
 class Fused(Bulk):
-    """Tiles are multiplied in the order in which rows arrive, and stored to the ranks that own them.
+    """The schedule whose kernels multiply tiles in the order in which rows arrive, and store tiles to their owners.
 
-    Where kernels cannot be used, for a group or for a call's shapes, this is :class:`Bulk`.
+    If the kernels cannot be used for a group or for the shapes of a call, this schedule computes as :class:`Bulk`.
     """
 
     name = "fused"
-    ahead = True
-    gathers_grad_at_once = False
+    computes_ahead = True
+    starts_grad_gather_early = False
 
     def can_run(
         self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
@@ -47,11 +47,11 @@ class Fused(Bulk):
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        needs_whole: bool,
+        needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
-        found = _gathered(ranks, x, weights, biases)
+        found = _try_gather_linear(ranks, x, weights, biases)
         return (
-            super().gather_linear(ranks, x, weights, biases, needs_whole)
+            super().gather_linear(ranks, x, weights, biases, needs_gathered)
             if found is None
             else found
         )
@@ -59,115 +59,140 @@ class Fused(Bulk):
     def linear_scatter(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        found = _scattered(ranks, [x], [weight], bias)
+        found = _try_linear_scatter(ranks, [x], [weight], bias)
         return super().linear_scatter(ranks, x, weight, bias) if found is None else found
 
-    def scattered(
-        self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype
+    def start_input_grad_scatter(
+        self, ranks: TPGroup, request: ColumnGrads, dtype: torch.dtype
     ) -> tuple[Tensor, WorkGroup]:
-        found = _input_scattered(ranks, asked, dtype)
-        return super().scattered(ranks, asked, dtype) if found is None else (found, WorkGroup(()))
+        found = _try_input_grad_scatter(ranks, request, dtype)
+        return (
+            super().start_input_grad_scatter(ranks, request, dtype)
+            if found is None
+            else (found, WorkGroup(()))
+        )
 
     def linear_scatter_backward(
         self,
         ranks: TPGroup,
         grad: Tensor,
         weight: Tensor,
-        weight_grads: WeightGrads | None,
+        compute_weight_grads: WeightGrads | None,
         needs_input: bool,
     ) -> Tensor | None:
-        found = _gathered(ranks, grad, [weight.t()], [None]) if needs_input else None
+        found = _try_gather_linear(ranks, grad, [weight.t()], [None]) if needs_input else None
         if found is None:
-            return super().linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
-        (result,), whole = found
-        if weight_grads is not None:
-            weight_grads(whole, ())
+            return super().linear_scatter_backward(
+                ranks, grad, weight, compute_weight_grads, needs_input
+            )
+        (result,), gathered = found
+        if compute_weight_grads is not None:
+            compute_weight_grads(gathered, ())
         return result
 
 
 @functools.cache
-def _launch() -> Any:
-    """Return the kernels' launches, which need Triton."""
+def _import_launch() -> Any:
+    """Return the module of the kernels' launches, which imports Triton."""
     from ovpatch.overlap.tensor_parallel import triton_launch as launch
 
     return launch
 
 
-def _gathered(
+def _try_gather_linear(
     ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor] | None:
-    """Return outputs and all rows; None where kernels cannot be used.
+    """Return the outputs and the gathered rows; None if kernels cannot be used.
 
     The linears that are computed with a gather may differ between ranks, so their weights do not decide whether kernels
-    are used. A product that the kernel does not support is computed behind it.
+    are used. A GEMM that the kernel does not support follows the kernel.
     """
+    # The features of the input are the same on all ranks, and those of the outputs may differ.
     workspace = find_workspace(ranks, x.dtype, x.device, [x.shape[1]])
     if workspace is None:
         return None
-    launch = _launch()
+    launch = _import_launch()
     supported = [i for i, weight in enumerate(weights) if is_supported(x.dtype, weight.shape[0])]
-    taken = supported[: launch.MOST]
-    used = match_layouts([weights[i] for i in taken])
-    added = [biases[i] for i in taken]
+    fused_indices = supported[: launch.MAX_WEIGHTS]
+    fused_weights = match_layouts([weights[i] for i in fused_indices])
+    fused_biases = [biases[i] for i in fused_indices]
     rows = align_rows(x)
-    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, rows, used, added)
+    found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(
+        workspace, rows, fused_weights, fused_biases
+    )
     if found is None:
         return None
-    operator_counts.counts.fused += len(taken)
-    if len(taken) == len(weights):
+    operator_counts.counts.fused += len(fused_indices)
+    if len(fused_indices) == len(weights):
         return found
-    outs, whole = dict(zip(taken, found[0], strict=True)), found[1]
-    every = enumerate(zip(weights, biases, strict=True))
-    return [outs[i] if i in outs else linear(whole, *params) for i, params in every], whole
+    outs, gathered = dict(zip(fused_indices, found[0], strict=True)), found[1]
+    all_params = enumerate(zip(weights, biases, strict=True))
+    return [
+        outs[i] if i in outs else linear(gathered, *params) for i, params in all_params
+    ], gathered
 
 
-def _scattered(
+def _try_linear_scatter(
     ranks: TPGroup, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None
 ) -> Tensor | None:
-    """Return this rank's rows of a sum of products and biases; None where kernels cannot be used."""
+    """Return this rank's rows of a sum of GEMMs and biases over the ranks; None if kernels cannot be used."""
     features = [weights[0].shape[0], *[x.shape[1] for x in xs]]
     workspace = find_workspace(ranks, xs[0].dtype, xs[0].device, features)
     if workspace is None:
         return None
     rows = [align_rows(x) for x in xs]
-    found: Tensor | None = _launch().linear_scatter(workspace, rows, match_layouts(weights), bias)
+    found: Tensor | None = _import_launch().linear_scatter(
+        workspace, rows, match_layouts(weights), bias
+    )
     operator_counts.counts.fused += found is not None
     return found
 
 
-def _input_scattered(ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> Tensor | None:
-    """Return this rank's rows of an input's gradient; None where kernels cannot be used.
+def _try_input_grad_scatter(
+    ranks: TPGroup, request: ColumnGrads, dtype: torch.dtype
+) -> Tensor | None:
+    """Return this rank's rows of an input's gradient; None if kernels cannot be used.
 
-    The linears with gradients, and terms of other readers of a gathered input, may differ between ranks as well. To the
-    other ranks, rows that are stored unchanged look like a product.
+    The linears with gradients, and the terms of other readers of a gathered input, may differ between ranks as well.
+    Peers cannot distinguish rows that this rank stores without a GEMM from the tiles of a GEMM.
     """
-    used = [
+    operands = [
         (grad, weight)
-        for grad, weight in zip(asked.grads, asked.weights, strict=True)
+        for grad, weight in zip(request.output_grads, request.weights, strict=True)
         if grad is not None
     ]
-    like = used[0][1] if asked.extra is None else asked.extra
+    # Without a gradient of an output, the other term shows the features of the input.
+    like = operands[0][1] if request.extra_term is None else request.extra_term
     workspace = find_workspace(ranks, dtype, like.device, [like.shape[1]])
     if workspace is None:
         return None
-    launch = _launch()
-    alike = all(
-        is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in used
+    launch = _import_launch()
+    are_all_supported = all(
+        is_supported(dtype, grad.shape[1]) and weight.dtype == dtype for grad, weight in operands
     )
-    if asked.extra is not None or not alike or len(used) > launch.MOST:
+    # Peers take part in a kernel, whatever this rank computes. So if no kernel supports its GEMMs, it computes them
+    # first, and a kernel stores the result.
+    if (
+        request.extra_term is not None
+        or not are_all_supported
+        or len(operands) > launch.MAX_WEIGHTS
+    ):
         found: Tensor | None = launch.scatter(
-            workspace, align_rows(asked.compute_input_grad(dtype))
+            workspace, align_rows(request.compute_input_grad(dtype))
         )
         return found
-    return _scattered(ranks, [grad for grad, _ in used], [weight.t() for _, weight in used])
+    return _try_linear_scatter(
+        ranks, [grad for grad, _ in operands], [weight.t() for _, weight in operands]
+    )
 
 
 DTYPES: Final = (torch.bfloat16, torch.float16)
-_ALIGNED: Final = 16  # bytes, of addresses and rows, as tensor memory accelerators want them
+# Tensor memory accelerators need addresses and rows at multiples of this number.
+_ALIGNMENT_BYTES: Final = 16
 
 
 class _Objection(str):
-    """Why a group does without kernels, the same text on all ranks; empty if nothing speaks against them."""
+    """The reason against the kernels for a group, the same string on all ranks; empty if there is none."""
 
     __slots__ = ()
 
@@ -175,66 +200,79 @@ class _Objection(str):
 def find_workspace(
     ranks: TPGroup, dtype: torch.dtype, device: torch.device, features: Sequence[int]
 ) -> Workspace | None:
-    """Return the workspace in which kernels can compute a call, or None if they cannot.
+    """Return the workspace in which kernels can compute a call; None if they cannot.
 
-    The ranks have to agree on all numbers of features.
+    Args:
+        ranks: The ranks.
+        dtype: The dtype of the operands.
+        device: Their device.
+        features: The numbers of features that must suit the kernels, the same on all ranks.
     """
     for count in features:
         if not is_supported(dtype, count):
             return None
-    return None if _objection(ranks.group, device) else memory.get_workspace(ranks.group, device)
+    return (
+        None if _find_objection(ranks.group, device) else memory.get_workspace(ranks.group, device)
+    )
 
 
 def is_supported(dtype: torch.dtype, features: int) -> bool:
     """Return whether kernels can load rows of a dtype and a number of features."""
-    return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
+    return dtype in DTYPES and features * dtype.itemsize % _ALIGNMENT_BYTES == 0
 
 
-def find_fused_objection(group: dist.ProcessGroup, kind: str) -> str:
-    """Return the reason against the kernels for a group on a kind of device, or "", on all ranks; a collective."""
+def find_fused_objection(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the reason against the kernels for a group on a type of device; "" if there is none.
+
+    This is a collective. All ranks get the same result.
+    """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return ""
-    return _objection(
+    return _find_objection(
         group,
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+        torch.device(device_type, torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device(device_type),
     )
 
 
-def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
+def _find_objection(group: dist.ProcessGroup, device: torch.device) -> str:
     state = group_state(group)
     if _Objection not in state.values and is_capturing(device):
-        return "a graph is captured before any eager call"  # ranks cannot ask each other now
+        # Ranks cannot compare their objections during a capture.
+        return "a graph is captured before any eager call"
     return state.get_or_create(
         _Objection, lambda: _Objection(memory.unsupported_reason(group, device))
     )
 
 
 def list_objections() -> list[str]:
-    """Return why groups that asked for kernels cannot use them."""
+    """Return the reasons for which groups with this schedule cannot use the kernels."""
     return sorted({objection for _, objection in group_values(_Objection) if objection})
 
 
 def drop_fused_support() -> None:
-    """Drop what is known of groups, and their workspaces."""
+    """Drop the objections and the workspaces of all groups."""
     drop_values(_Objection)
     drop_values(Workspace)
 
 
 def align_rows(rows: Tensor) -> Tensor:
-    """Return rows that are contiguous, at an address that kernels can read."""
+    """Return contiguous rows at an address that kernels can read, by a copy if necessary."""
     rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % _ALIGNED else rows
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT_BYTES else rows
 
 
 def match_layouts(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights, either all contiguous or all transposed."""
+    """Return weights that are all contiguous or all transposed, by copies if necessary."""
+    # One kernel loads the tiles of all weights by the same layout.
     for packed in (1, 0):
-        if all(_is_packed(weight, packed) for weight in weights):
+        if all(_is_dense_along(weight, packed) for weight in weights):
             return list(weights)
     return [align_rows(weight) for weight in weights]
 
 
-def _is_packed(weight: Tensor, dim: int) -> bool:
-    """Return whether the elements along a dimension are adjacent, without gaps along the other one."""
+def _is_dense_along(weight: Tensor, dim: int) -> bool:
+    """Return whether elements along a dimension are adjacent, with no gap along the other dimension."""
     dense = weight.is_contiguous() if dim == 1 else weight.stride() == (1, weight.shape[0])
-    return dense and weight.data_ptr() % _ALIGNED == 0
+    return dense and weight.data_ptr() % _ALIGNMENT_BYTES == 0

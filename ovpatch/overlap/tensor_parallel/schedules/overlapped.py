@@ -1,4 +1,4 @@
-"""Schedules ``bulk``, ``chunk`` and ``ring``, whose collectives hide under products."""
+"""Schedules ``bulk``, ``chunk`` and ``ring``, whose collectives hide under GEMMs."""
 
 from __future__ import annotations
 
@@ -18,63 +18,74 @@ from ovpatch.overlap.tensor_parallel.schedules.stock import (
 )
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
-_NOTHING: Final = WorkGroup(())  # in flight
+_NO_WORK: Final = WorkGroup(())
 
 
 class Bulk(Schedule):
-    """Products stay whole; the weights' gradients come last.
+    """The schedule that splits no GEMM, and computes the weights' gradients last.
 
-    Other ranks wait for the input's gradient, so its product comes first. The input is gathered again under it, if it
-    has not been kept. The weights' gradients are launched behind the input gradient's reduce-scatter, and hide it.
-    Both products and both collectives belong to one autograd node, so the engine cannot separate them; hooks of
-    gradients and of parameters fire as under stock.
+    Peers wait for the input's gradient, so its GEMM comes first. If the gathered input was not kept, it is gathered
+    again under this GEMM. The weights' gradients are launched after the reduce-scatter of the input's gradient, and
+    hide it. Both GEMMs and both collectives belong to one autograd node, so the engine cannot separate them. Hooks of
+    gradients and of parameters fire as in stock PyTorch.
     """
 
     name = "bulk"
-    gathers_grad_at_once = True
+    starts_grad_gather_early = True
 
-    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        whole, gathering = asked.kept, _NOTHING
-        if asked.anew and asked.kept is not None and asked.weight_grads is not None:
-            whole, gathering = ranks.all_gather(asked.kept)
-        result, scattering = None, _NOTHING
-        if asked.input_dtype is not None:
-            result, scattering = self.scattered(ranks, asked, asked.input_dtype)
-        gathering.wait()
-        if whole is not None and asked.weight_grads is not None:
-            asked.weight_grads(whole, asked.grads)
-        _wait_in_backward(scattering)
+    def gather_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
+        gathered, pending_gather = request.saved_input, _NO_WORK
+        # The gather starts first, because the GEMM of the input's gradient hides it.
+        if (
+            request.regathers
+            and request.saved_input is not None
+            and request.compute_weight_grads is not None
+        ):
+            gathered, pending_gather = ranks.all_gather(request.saved_input)
+        result, pending_scatter = None, _NO_WORK
+        if request.input_grad_dtype is not None:
+            result, pending_scatter = self.start_input_grad_scatter(
+                ranks, request, request.input_grad_dtype
+            )
+        pending_gather.wait()
+        if gathered is not None and request.compute_weight_grads is not None:
+            request.compute_weight_grads(gathered, request.output_grads)
+        _wait_in_backward(pending_scatter)
         return result
 
-    def scattered(
-        self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype
+    def start_input_grad_scatter(
+        self, ranks: TPGroup, request: ColumnGrads, dtype: torch.dtype
     ) -> tuple[Tensor, WorkGroup]:
-        """Start to add up the input's gradient over the ranks; return where this rank's rows will be, ``[m, k]``."""
-        return ranks.reduce_scatter(asked.compute_input_grad(dtype))
+        """Start to sum the input's gradient over the ranks; return this rank's rows, ``[m, k]``, and the collective."""
+        return ranks.reduce_scatter(request.compute_input_grad(dtype))
 
-    def replicated_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        result, reducing = None, _NOTHING
-        if asked.input_dtype is not None:
-            result = asked.compute_input_grad(asked.input_dtype)
-            reducing = ranks.all_reduce(result)
-        if asked.kept is not None and asked.weight_grads is not None:
-            asked.weight_grads(asked.kept, asked.grads)
-        _wait_in_backward(reducing)
+    def replicated_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
+        result, pending_reduce = None, _NO_WORK
+        if request.input_grad_dtype is not None:
+            result = request.compute_input_grad(request.input_grad_dtype)
+            # The all-reduce hides under the weights' gradients, which come last.
+            pending_reduce = ranks.all_reduce(result)
+        if request.saved_input is not None and request.compute_weight_grads is not None:
+            request.compute_weight_grads(request.saved_input, request.output_grads)
+        _wait_in_backward(pending_reduce)
         return result
 
 
 def _wait_in_backward(pending: WorkGroup) -> None:
-    """Wait for an input's gradient, behind what others can launch under it."""
+    """Wait for an input's gradient, after other features have launched work under its collective."""
     if BACKWARD_WAITS.launch_inside is not None:
         BACKWARD_WAITS.launch_inside()
     pending.wait()
 
 
 class Chunk(Bulk):
-    """Rows are cut into chunks, fewer where they do not divide; each has rows of every rank."""
+    """The schedule that splits rows into chunks, each with rows of every rank.
 
-    ahead = True
-    gathers_grad_at_once = False
+    If the number of rows does not divide by the number of chunks, the next smaller number that divides is used.
+    """
+
+    computes_ahead = True
+    starts_grad_gather_early = False
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
@@ -86,27 +97,29 @@ class Chunk(Bulk):
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        needs_whole: bool,
+        needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         outs = [x.new_empty((ranks.world * len(x), len(weight))) for weight in weights]
-        whole = x.new_empty((ranks.world * len(x), x.shape[1])) if needs_whole else None
-        for rows, gathered in self._gathered(ranks, x):
-            if whole is not None:
-                _put(whole, gathered, rows, ranks.world)
+        gathered = x.new_empty((ranks.world * len(x), x.shape[1])) if needs_gathered else None
+        for rows, chunk in self._gather_chunks(ranks, x):
+            if gathered is not None:
+                _copy_rows(gathered, chunk, rows, ranks.world)
             for out, weight, bias in zip(outs, weights, biases, strict=True):
-                _put(out, linear(gathered, weight, bias), rows, ranks.world)
-        return outs, whole
+                _copy_rows(out, linear(chunk, weight, bias), rows, ranks.world)
+        return outs, gathered
 
     def linear_scatter(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        by_rank = x.view(ranks.world, -1, x.shape[1])
-        result = x.new_empty((by_rank.shape[1], len(weight)))
-        under_way = []
-        for rows in self._cut(by_rank.shape[1]):
-            terms = linear(by_rank[:, rows].reshape(-1, x.shape[1]), weight, bias)
-            under_way.append((rows, *ranks.reduce_scatter(terms)))
-        for rows, part, pending in under_way:
+        rows_by_rank = x.view(ranks.world, -1, x.shape[1])
+        result = x.new_empty((rows_by_rank.shape[1], len(weight)))
+        in_flight = []
+        for rows in self._split_rows(rows_by_rank.shape[1]):
+            # Each chunk has rows of every owner, because a reduce-scatter gives all ranks the same number of rows.
+            terms = linear(rows_by_rank[:, rows].reshape(-1, x.shape[1]), weight, bias)
+            in_flight.append((rows, *ranks.reduce_scatter(terms)))
+        # The waits come after all GEMMs, so that a collective runs under the GEMM of the next chunk.
+        for rows, part, pending in in_flight:
             pending.wait()
             result[rows] = part
         return result
@@ -116,65 +129,72 @@ class Chunk(Bulk):
         ranks: TPGroup,
         grad: Tensor,
         weight: Tensor,
-        weight_grads: WeightGrads | None,
+        compute_weight_grads: WeightGrads | None,
         needs_input: bool,
     ) -> Tensor | None:
+        # Without the GEMM of the input's gradient, chunks of the gather would have nothing to hide under.
         if not needs_input:
-            return super().linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
-        (result,), whole = self.gather_linear(
-            ranks, grad, [weight.t()], [None], weight_grads is not None
+            return super().linear_scatter_backward(
+                ranks, grad, weight, compute_weight_grads, needs_input
+            )
+        (result,), gathered = self.gather_linear(
+            ranks, grad, [weight.t()], [None], compute_weight_grads is not None
         )
-        if weight_grads is not None and whole is not None:
-            weight_grads(whole, ())
+        if compute_weight_grads is not None and gathered is not None:
+            compute_weight_grads(gathered, ())
         return result
 
     def linear_reduce(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         result = x.new_empty((len(x), len(weight)))
-        under_way = []
-        for rows in self._cut(len(x)):
+        in_flight = []
+        for rows in self._split_rows(len(x)):
+            # The all-reduce of a chunk runs in place, under the GEMM of the next chunk.
             linear(x[rows], weight, bias, out=result[rows])
-            under_way.append(ranks.all_reduce(result[rows]))
-        for pending in under_way:
+            in_flight.append(ranks.all_reduce(result[rows]))
+        for pending in in_flight:
             pending.wait()
         return result
 
-    def _cut(self, rows: int) -> list[slice]:
+    def _split_rows(self, rows: int) -> list[slice]:
         count = max((count for count in range(1, self.chunks + 1) if rows % count == 0), default=1)
         return [slice(i * (rows // count), (i + 1) * (rows // count)) for i in range(count)]
 
-    def _gathered(self, ranks: TPGroup, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows of every rank, ``[world * rows, k]``, while the next ones are gathered."""
-        ahead = None
-        for rows in self._cut(len(x)):
-            now = (rows, *ranks.all_gather(x[rows]))
-            if ahead is not None:
-                ahead[2].wait()
-                yield ahead[0], ahead[1]
-            ahead = now
-        assert ahead is not None
-        ahead[2].wait()
-        yield ahead[0], ahead[1]
+    def _gather_chunks(self, ranks: TPGroup, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield chunks of rows of every rank, ``[world * rows, k]``, while the next chunk is gathered."""
+        previous = None
+        for rows in self._split_rows(len(x)):
+            # The next gather starts before the caller multiplies the previous chunk, and hides under that GEMM.
+            current = (rows, *ranks.all_gather(x[rows]))
+            if previous is not None:
+                previous[2].wait()
+                yield previous[0], previous[1]
+            previous = current
+        assert previous is not None
+        previous[2].wait()
+        yield previous[0], previous[1]
 
 
-def _put(target: Tensor, source: Tensor, rows: slice, world: int) -> None:
-    """Copy rows of every rank to their places."""
+def _copy_rows(target: Tensor, source: Tensor, rows: slice, world: int) -> None:
+    """Copy a chunk with rows of every rank to its places among the rows of all chunks."""
     target.view(world, -1, target.shape[1])[:, rows] = source.view(world, -1, source.shape[1])
 
 
-_CHUNKS = 4  # of an all-reduce, for which this schedule has no ring
+# An all-reduce has no ring here, so it runs in chunks.
+_ALL_REDUCE_CHUNKS = 4
 
 
 class Ring(Chunk):
-    """A rank multiplies its own rows first, then, step by step, those that it has received under the last product.
+    """The schedule in which rows go from rank to rank.
 
-    For a reduce-scatter, a rank computes the rows of one owner at a time, its own last, and sends each product straight
-    to the owner, which sums the terms.
+    A rank multiplies its own rows first. In each further step it multiplies the rows that it has received under the
+    previous GEMM. For a reduce-scatter, a rank computes the rows of one owner at a time, its own rows last. It sends
+    each result straight to the owner, which sums the terms.
     """
 
     def __init__(self) -> None:
-        super().__init__(_CHUNKS)
+        super().__init__(_ALL_REDUCE_CHUNKS)
         self.name = "ring"
 
     def gather_linear(
@@ -183,44 +203,49 @@ class Ring(Chunk):
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        needs_whole: bool,
+        needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         world, rank = ranks.world, ranks.rank
-        whole = x.new_empty((world * len(x), x.shape[1]))
-        outs = [x.new_empty((len(whole), len(weight))) for weight in weights]
-        by_rank, outs_by_rank = (
-            whole.view(world, *x.shape),
-            [out.view(world, len(x), -1) for out in outs],
-        )
-        by_rank[rank].copy_(x)
+        gathered = x.new_empty((world * len(x), x.shape[1]))
+        outs = [x.new_empty((len(gathered), len(weight))) for weight in weights]
+        rows_by_rank = gathered.view(world, *x.shape)
+        outs_by_rank = [out.view(world, len(x), -1) for out in outs]
+        rows_by_rank[rank].copy_(x)
         for step in range(world):
+            # A rank passes on the rows that it multiplies. Index -1 is the last rank, because the ring is closed.
             owner = (rank - step) % world
             pending = None
+            # The rows of the next step arrive under the GEMMs of this step. The last step needs no further rows.
             if step + 1 < world:
                 pending = ranks.exchange(
-                    by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world
+                    rows_by_rank[owner],
+                    (rank + 1) % world,
+                    rows_by_rank[owner - 1],
+                    (rank - 1) % world,
                 )
             for out, weight, bias in zip(outs_by_rank, weights, biases, strict=True):
-                linear(by_rank[owner], weight, bias, out=out[owner])
+                linear(rows_by_rank[owner], weight, bias, out=out[owner])
             if pending is not None:
                 pending.wait()
-        return outs, whole
+        return outs, gathered
 
     def linear_scatter(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         world, rank = ranks.world, ranks.rank
-        by_rank = x.view(world, -1, x.shape[1])
-        terms = x.new_empty(
-            (world, by_rank.shape[1], len(weight))
-        )  # by the rank that they come from
-        under_way = []
+        rows_by_rank = x.view(world, -1, x.shape[1])
+        # The terms of this rank's rows, by the rank that computes them.
+        terms = x.new_empty((world, rows_by_rank.shape[1], len(weight)))
+        in_flight = []
         for step in range(1, world):
             owner, source = (rank + step) % world, (rank - step) % world
-            under_way.append(
-                ranks.exchange(linear(by_rank[owner], weight, bias), owner, terms[source], source)
+            in_flight.append(
+                ranks.exchange(
+                    linear(rows_by_rank[owner], weight, bias), owner, terms[source], source
+                )
             )
-        linear(by_rank[rank], weight, bias, out=terms[rank])
-        for pending in under_way:
+        # The GEMM of this rank's own rows comes last, and hides the last messages.
+        linear(rows_by_rank[rank], weight, bias, out=terms[rank])
+        for pending in in_flight:
             pending.wait()
         return terms.sum(0)

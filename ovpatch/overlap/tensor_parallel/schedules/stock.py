@@ -1,4 +1,4 @@
-"""Schedule ``stock``: one after the other, as stock does it."""
+"""Schedule ``stock``, which runs GEMMs and collectives sequentially, and the GEMMs of all schedules."""
 
 from __future__ import annotations
 
@@ -12,50 +12,57 @@ from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], object]
-"""Computes weights' gradients from the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""
+"""Computes weights' gradients from the gathered input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""
 
 GradGather = tuple[Tensor, WorkGroup]
-"""Where the gathered gradient of an output will be, ``[M, n]``, and its collective."""
+"""The memory of an output's gathered gradient, ``[M, n]``, and the collective that writes it."""
 
 
 class ColumnGrads(NamedTuple):
-    """The arguments of a backward of linears that read one input."""
+    """The arguments of a backward of linears that read one input.
 
-    grads: Sequence[
-        Tensor | None
-    ]  # gradients of the outputs, ``[M, n_i]`` each; None for an output that was not used
-    kept: (
-        Tensor | None
-    )  # the input for the weights, if any needs it: ``[M, k]``, or ``[m, k]`` if ``anew``
-    weights: Sequence[Tensor]  # the weights, ``[n_i, k]`` each
-    weight_grads: WeightGrads | None  # computes the weights' gradients; None if no weight needs one
-    input_dtype: (
-        torch.dtype | None
-    )  # in which the input's gradient is summed over the ranks, if it needs one
-    extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
-    anew: bool = False  # whether the input has to be gathered again for the weights' gradients
-    gather: GradGather | None = (
-        None  # the gather of the one output's gradient, if it has been started
-    )
+    Attributes:
+        output_grads: The gradients of the outputs, ``[M, n_i]`` each; None for an unused output.
+        saved_input: The input for the weights' gradients, ``[M, k]``, or ``[m, k]`` with ``regathers``. None if no
+            weight needs a gradient.
+        weights: The weights, ``[n_i, k]`` each.
+        compute_weight_grads: Computes the weights' gradients; None if no weight needs one.
+        input_grad_dtype: The dtype in which ranks sum the input's gradient; None if the input needs no gradient.
+        extra_term: Another term of the gathered input's gradient, ``[M, k]``.
+        regathers: Whether the input must be gathered again for the weights' gradients.
+        grad_gather: The gather of the only output's gradient, if it has started.
+    """
+
+    output_grads: Sequence[Tensor | None]
+    saved_input: Tensor | None
+    weights: Sequence[Tensor]
+    compute_weight_grads: WeightGrads | None
+    input_grad_dtype: torch.dtype | None
+    extra_term: Tensor | None = None
+    regathers: bool = False
+    grad_gather: GradGather | None = None
 
     def compute_input_grad(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's term of the whole input's gradient, ``[M, k]``."""
-        return sum_input_grads(self.grads, self.weights, self.extra).to(dtype)
+        """Return this rank's term of the gathered input's gradient, ``[M, k]``."""
+        return sum_input_grads(self.output_grads, self.weights, self.extra_term).to(dtype)
 
 
 class Schedule:
-    """The order of an operator's products and collectives; this class runs one after the other.
+    """The order of an operator's GEMMs and collectives; this class runs them sequentially.
 
     All arguments are rows: ``m`` is a rank's number of rows, ``M = world * m``.
+
+    Attributes:
+        name: The value of option ``schedule`` that selects this schedule; ``chunk`` appends the number of chunks.
+        computes_ahead: Whether the GEMMs of a gathered input are computed together with the gather, to hide it.
+        starts_grad_gather_early: Whether :meth:`linear_scatter_backward` begins with a gather of the full gradient.
+            Backward then starts the gather before it reads the tensors that forward saved, and a checkpoint recomputes
+            these tensors under the gather.
     """
 
-    name = "stock"  # the option's value that selects it
-    ahead = (
-        False  # whether the products of a gathered input are computed with the gather, to hide it
-    )
-    # Whether linear_scatter_backward() gathers the whole gradient first. That is started before what forward kept is
-    # asked for: a checkpoint computes it again then, under the gather.
-    gathers_grad_at_once = False
+    name = "stock"
+    computes_ahead = False
+    starts_grad_gather_early = False
 
     def gather_linear(
         self,
@@ -63,44 +70,61 @@ class Schedule:
         x: Tensor,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        needs_whole: bool,
+        needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather the input, and feed it to several linears.
 
-        ``x`` is ``[m, k]``, weights are ``[n_i, k]``, biases ``[n_i]`` or None. Returns outputs ``[M, n_i]``, and the
-        gathered input ``[M, k]``, which may be None unless ``needs_whole``.
+        Args:
+            ranks: The ranks.
+            x: This rank's rows, ``[m, k]``.
+            weights: The weights, ``[n_i, k]`` each.
+            biases: The biases, ``[n_i]`` or None.
+            needs_gathered: Whether the caller needs the gathered input.
+
+        Returns:
+            The outputs, ``[M, n_i]`` each, and the gathered input, ``[M, k]``. The latter may be None unless
+            ``needs_gathered`` is True.
         """
-        whole, outs = ranks.gather_rows(x), []
+        gathered, outs = ranks.gather_rows(x), []
         for weight, bias in zip(weights, biases, strict=True):
-            outs.append(linear(whole, weight, bias))
-        return outs, whole
+            outs.append(linear(gathered, weight, bias))
+        return outs, gathered
 
     def can_run(
         self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
     ) -> bool:
-        """Return whether this schedule can run, and not only its substitute; a collective with one result on all ranks.
+        """Return whether this schedule itself can run, and not only its substitute.
 
-        ``dtype`` is that of the products, ``features`` are the numbers of features of inputs and outputs.
+        This is a collective. All ranks get the same result.
+
+        Args:
+            ranks: The ranks.
+            device: The device of the operands.
+            dtype: The dtype of the GEMMs.
+            features: The numbers of features of inputs and outputs.
         """
         return True
 
-    def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
+    def gather_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
         """Return the input's gradient, ``[m, k]``; None if it needs none."""
         result: Tensor | None = None
-        if asked.input_dtype is not None:
-            result = ranks.scatter_rows(asked.compute_input_grad(asked.input_dtype))
-        if asked.kept is not None and asked.weight_grads is not None:
-            asked.weight_grads(
-                ranks.gather_rows(asked.kept) if asked.anew else asked.kept, asked.grads
+        if request.input_grad_dtype is not None:
+            result = ranks.scatter_rows(request.compute_input_grad(request.input_grad_dtype))
+        if request.saved_input is not None and request.compute_weight_grads is not None:
+            request.compute_weight_grads(
+                ranks.gather_rows(request.saved_input)
+                if request.regathers
+                else request.saved_input,
+                request.output_grads,
             )
         return result
 
     def linear_scatter(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``.
+        """Return this rank's rows of a sum of GEMMs over the ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``.
 
-        ``bias``, ``[n]``, is this rank's term of the bias; the ranks' terms are summed as well.
+        ``bias``, ``[n]``, is this rank's term of the bias. The terms of all ranks are summed as well.
         """
         return ranks.scatter_rows(linear(x, weight, bias))
 
@@ -109,33 +133,37 @@ class Schedule:
         ranks: TPGroup,
         grad: Tensor,
         weight: Tensor,
-        weight_grads: WeightGrads | None,
+        compute_weight_grads: WeightGrads | None,
         needs_input: bool,
     ) -> Tensor | None:
-        """Return the input's gradient: of ``[m, n]``, ``[n, k]`` -> ``[M, k]``; None if it is not needed.
+        """Return the input's gradient: ``[m, n]``, ``[n, k]`` -> ``[M, k]``; None if it is not needed.
 
-        ``weight_grads`` is called with the gathered gradient, ``[M, n]``; None if no parameter needs a gradient.
+        ``compute_weight_grads`` is called with the gathered gradient, ``[M, n]``. It is None if no parameter needs a
+        gradient.
         """
-        return self.scatter_backward_of_gather(
-            ranks.all_gather(grad), weight, weight_grads, needs_input
+        return self.finish_scatter_backward(
+            ranks.all_gather(grad), weight, compute_weight_grads, needs_input
         )
 
     @staticmethod
-    def scatter_backward_of_gather(
-        gather: GradGather, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+    def finish_scatter_backward(
+        grad_gather: GradGather,
+        weight: Tensor,
+        compute_weight_grads: WeightGrads | None,
+        needs_input: bool,
     ) -> Tensor | None:
-        """Do what :meth:`linear_scatter_backward` does with a gradient whose gather has been started."""
-        whole, gathering = gather
-        gathering.wait()
-        result = whole @ weight if needs_input else None
-        if weight_grads is not None:
-            weight_grads(whole, ())
+        """Finish :meth:`linear_scatter_backward` with a gradient whose gather has started."""
+        gathered, pending = grad_gather
+        pending.wait()
+        result = gathered @ weight if needs_input else None
+        if compute_weight_grads is not None:
+            compute_weight_grads(gathered, ())
         return result
 
     def linear_reduce(
         self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``.
+        """Return the sum of GEMMs over the ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``.
 
         ``bias`` is as in :meth:`linear_scatter`.
         """
@@ -143,18 +171,18 @@ class Schedule:
         ranks.all_reduce(result).wait()
         return result
 
-    def replicated_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
+    def replicated_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
         """Return the gradient of an input that all ranks have, ``[M, k]``; None if it needs none."""
         result: Tensor | None = None
-        if asked.input_dtype is not None:
-            result = asked.compute_input_grad(asked.input_dtype)
+        if request.input_grad_dtype is not None:
+            result = request.compute_input_grad(request.input_grad_dtype)
             ranks.all_reduce(result).wait()
-        if asked.kept is not None and asked.weight_grads is not None:
-            asked.weight_grads(asked.kept, asked.grads)
+        if request.saved_input is not None and request.compute_weight_grads is not None:
+            request.compute_weight_grads(request.saved_input, request.output_grads)
         return result
 
 
-# The products.
+# - The GEMMs
 
 
 def linear(
@@ -172,22 +200,28 @@ def linear(
 
 
 def sum_input_grads(
-    grads: Sequence[Tensor | None], weights: Sequence[Tensor], extra: Tensor | None = None
+    output_grads: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    extra_term: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of an input that several linears share; products add to it in place.
+    """Return the gradient of an input that several linears share.
 
-    Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.
+    The GEMMs after the first one add to its result in place.
+
+    Shapes ``[m, n_i]``, ``[n_i, k]``, and another term ``[m, k]`` -> ``[m, k]``.
     """
     total: Tensor | None = None
-    for grad, weight in zip(grads, weights, strict=True):
+    for grad, weight in zip(output_grads, weights, strict=True):
         if grad is not None:
-            if total is None and extra is not None and extra.dtype == weight.dtype:
-                total, extra = extra.clone(), None  # it may be written into
+            # The GEMM can add to the other term only in the same dtype.
+            if total is None and extra_term is not None and extra_term.dtype == weight.dtype:
+                # The GEMM writes into the total, and the term belongs to the caller.
+                total, extra_term = extra_term.clone(), None
             total = grad @ weight if total is None else total.addmm_(grad, weight)
     if total is None:
-        assert extra is not None
-        return extra.clone()
-    return total if extra is None else total.to(extra.dtype) + extra
+        assert extra_term is not None
+        return extra_term.clone()
+    return total if extra_term is None else total.to(extra_term.dtype) + extra_term
 
 
 def compute_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
