@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import guard
+from tests.support import guard, patience
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -32,7 +32,10 @@ settings.load_profile("ovpatch")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--hard-limit", type=float, default=300, help="seconds until a hanging test ends the run"
+        "--hard-limit",
+        type=float,
+        default=300,
+        help="seconds until a hanging test ends the run, on a quiet machine",
     )
     parser.addoption(
         "--share-gpu",
@@ -75,7 +78,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    limit = item.config.getoption("--hard-limit")
+    limit = patience.scale(item.config.getoption("--hard-limit"))
     faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[STACKS_TO])
     try:
         return (yield)

@@ -28,7 +28,7 @@ from tests.support.preloaded import Server
 PROGRAMS = Path(__file__).with_name("programs")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORLD = 2
-TIMEOUT = 240  # a busy machine is slower by far; the hard limit of a test is 300
+TIMEOUT = 240  # the hard limit of a test is 300
 GLOO_AT_EXIT = "terminate called without an active exception"
 
 
