@@ -104,6 +104,6 @@ def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path, options):
     result = pytest_on(tmp_path, HANG, "--hard-limit=1", *options)
     assert not result.timed_out
     assert result.rc
-    assert result.stderr.count("Timeout (0:00:01)!") == 1, "it is not tried again"
+    assert result.stderr.count("Timeout (0:") == 1, "it is not tried again"
     assert "in wait_for_ever" in result.stderr
     assert not options or "crashed while running 'test_suite.py::test_that_hangs'" in result.stdout
