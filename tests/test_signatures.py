@@ -110,13 +110,13 @@ def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
 def look_at(chain: WrapperChain) -> dict[str, str]:
     wrong = {}
     path, original = chain.slot.path, chain.original
-    if chain.entry.function.__wrapped__ is not original:
+    if chain.dispatcher.function.__wrapped__ is not original:
         wrong[path] = "another original"
     for wrapper in chain.wrappers:
         problem = compare_signatures(original, wrapper.function)
         with contextlib.suppress(ValueError):  # a function of C has no signature
             inspect.signature(original)
-            assert inspect.signature(chain.entry.function) == inspect.signature(original)
+            assert inspect.signature(chain.dispatcher.function) == inspect.signature(original)
             assert wrapper.patch.wrap is not None
             problem = problem or call_by_names(wrapper.patch.wrap, original)
         if problem:
