@@ -64,7 +64,7 @@ def test_patches_that_come_late_are_the_features_and_go_with_it(site, session, a
     assert site.victim.f(1) == 11
     session.revert(())
     assert site.victim.f(1) == 1
-    with pytest.raises(PatchError, match="'a' has been turned off meanwhile"):
+    with pytest.raises(PatchError, match="'a' has been turned off during the call"):
         patches.apply()
     assert site.victim.f(1) == 1
     apply()
@@ -85,7 +85,7 @@ def test_patches_that_come_while_another_thread_turns_the_feature_off_are_taken_
         write(manager, *names)
 
     monkeypatch.setattr(PatchManager, "apply", write_behind_revert)
-    with pytest.raises(PatchError, match="turned off meanwhile"):
+    with pytest.raises(PatchError, match="turned off during the call"):
         patches.apply()
     assert site.victim.f(1) == 1
 
@@ -114,8 +114,8 @@ def test_revert_of_an_unknown_name(site, session, apply):
     [
         ([("a", {"n": 1})], r"options= is .*; write {feature: {option: value}} there"),
         ({"a": None}, r"options\['a'\] is None; write {option: value} there"),
-        ({1: {}}, "names are texts; got 1"),
-        ({"a": {2: 3}}, "names are texts; got 2"),
+        ({1: {}}, "names are strings; got 1"),
+        ({"a": {2: 3}}, "names are strings; got 2"),
         (
             {"a": {"n": 1}, "A": {"n": 2}},
             "options= has 'a' and 'A', which mean the same. Keep one of them",
@@ -347,7 +347,7 @@ def test_without_counters_the_calls_of_the_patches_count(site, session, apply):
     ("hook", "said"),
     [
         ("counters", "its counters cannot be read: cannot convert float infinity to integer"),
-        ("remarks", "ovpatch_remarks returned float, not a list of texts. Return a list"),
+        ("remarks", "ovpatch_remarks returned float, not a list of strings. Return a list"),
     ],
 )
 def test_a_hook_that_returns_nonsense_does_not_break_the_report(site, apply, hook, said):

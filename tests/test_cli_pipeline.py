@@ -161,7 +161,7 @@ def test_two_directions_come_with_what_runs_them(command):
         ("p=1000,m=1000", "Give a smaller m"),
         (
             "p=3,m=7,placement=bidirectional",
-            "p=3 and m=7 cannot be divided into two directions.*even numbers",
+            "p=3 and m=7 cannot be split into the two directions.*even numbers",
         ),
     ],
 )

@@ -707,7 +707,7 @@ def test_options_in_docstrings_are_understood():
     assert any(place.endswith("api.py:apply") for place, _ in found)
     for place, options in found:
         try:
-            Session().plan(options=options, environ={}, ask_machine=False)
+            Session().plan(options=options, environ={}, should_check_machine=False)
         except ovpatch.SettingsError as error:
             pytest.fail(f"{place}: {error}")
 
@@ -726,7 +726,7 @@ def test_imports_in_docstrings_are_there():
 
 
 def test_settings_name_the_kind_of_value_of_every_option():
-    plan = Session().plan(environ={"OVPATCH": "all"}, ask_machine=False)
+    plan = Session().plan(environ={"OVPATCH": "all"}, should_check_machine=False)
     features = [record.feature for record in plan.records.values() if record.found.first_party]
     options = [option for feature in features for option in feature.options]
     unnamed = [

@@ -183,7 +183,7 @@ def test_gains_are_words_and_units():
 
 def test_every_shipped_feature_says_its_gains_by_counters_that_exist():
     found = Session().report(with_fits=False)
-    plan = Session().plan(environ={"OVPATCH": "all"}, ask_machine=False)
+    plan = Session().plan(environ={"OVPATCH": "all"}, should_check_machine=False)
     loaded = [record.feature for record in plan.records.values() if record.found.first_party]
     assert len(loaded) == len(found.features) >= 7
     for feature in loaded:

@@ -66,7 +66,7 @@ def test_grammar(text, kind, names, without):
     ("texts", "message"),
     [
         (["ddp,-pipe", "+ddp,pipe"], "mixes plain and signed"),
-        (["1,ddp", "all,-ddp", "0,1", "on,all"], "stands alone"),
+        (["1,ddp", "all,-ddp", "0,1", "on,all"], "combines"),
         (["+", "-ddp,-", "+ddp, + "], "has a sign without a name"),
     ],
 )
