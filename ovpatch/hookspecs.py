@@ -38,8 +38,8 @@ class Option:
 
     Attributes:
         name: Lower-case identifier, unique within the feature.
-        default: Value without any setting. Its type (bool, int, float, str) is the type of the option unless ``parse``
-            is given.
+        default: Value without any setting. Its type (bool, int, float, str) decides how strings are parsed unless
+            ``parse`` is given.
         help: The effect of the option, in short sentences for ``ovpatch list`` and the generated tables.
         choices: Allowed values, if the option is an enumeration.
         parse: Converts a string into the value, or raises ``ValueError`` with the expected form. It also gets a Python

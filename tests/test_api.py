@@ -131,7 +131,7 @@ def test_options_of_another_shape(site, apply, options, message):
 
 
 def test_names_are_given_one_by_one(apply):
-    with pytest.raises(ovpatch.SettingsError, match="one by one, as in apply"):
+    with pytest.raises(ovpatch.SettingsError, match="Pass each name as an argument"):
         apply(["a"])
 
 
@@ -468,7 +468,7 @@ def test_applied_restores_after_an_error(site, session):
 
 @pytest.mark.parametrize("error", [KeyError("from the block"), KeyboardInterrupt(), None])
 def test_a_block_ends_by_its_own_error(site, session, caplog, error):
-    """Features often cannot be turned off for the same cause. A log tells of that, where there is another error."""
+    """Features often cannot be turned off for the same cause. If the block raised, the log has that error instead."""
     extra = "@hookimpl\ndef ovpatch_deactivate():\n    raise RuntimeError('a peer has ended')"
     site.plugin("a", register=ADD.format(10), extra=extra)
     said = r"'a' cannot be turned off now and stays on: .*a peer has ended"

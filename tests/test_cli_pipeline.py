@@ -151,8 +151,8 @@ def test_two_directions_come_with_what_runs_them(command):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("p=2", "m= is no whole number"),
-        ("p=0,m=2", "p=0 is no whole number"),
+        ("p=2", "m= is no integer"),
+        ("p=0,m=2", "p=0 is no integer"),
         ("p=2,m=2,memroy=1x", "'memroy' is unknown.*did you mean.*memory"),
         ("p=2,m=2,memory=much", "memory=much is no number"),
         ("p=2,m=2,f=-1", "f=-1 is no number of at least 0"),

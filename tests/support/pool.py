@@ -112,7 +112,7 @@ class Pool:
         __tracebackhide__ = True
         arguments = wire.dumps((args, kwargs))
         name = _name(function)
-        timeout *= sharing.PATIENCE if self._share_gpu else 1
+        timeout *= sharing.TIMEOUT_FACTOR if self._share_gpu else 1
         workers = self._ready(world, alike="nccl" in (backend or ""))
         self._cases += 1
         try:
@@ -173,8 +173,8 @@ class Pool:
         hung = any(worker.fate.running for worker in workers)
         # A rank that has finished may be the one for whose reply the others wait.
         for worker in workers if hung else ():
-            if not worker.fate.bad and stacks.ask(worker.pid):
-                worker.fate.details = stacks.of_the_case(
+            if not worker.fate.bad and stacks.request_stacks(worker.pid):
+                worker.fate.details = stacks.keep_case_stacks(
                     stacks.read(worker.stack_file), worker_module
                 )
         for worker in workers:
@@ -273,21 +273,25 @@ class _Worker:
     def kill(self) -> None:
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # its session, with what the case started
-        self.process.kill()  # it may not have reached setsid() yet
+            # Its session, with what the case started.
+            os.killpg(self.pid, signal.SIGKILL)
+        # It may not have reached setsid() yet.
+        self.process.kill()
         self.process.join(60)
         self.process.close()
 
     def _send(self, data: bytes) -> None:
         with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it died: look() will say so
+            BrokenPipeError,
+            ConnectionResetError,
+            # It died: look() will say so.
+        ):
             self._connection.send_bytes(data)
 
     def _last_words(self) -> str:
         if not self.stack_file.exists():
             return ""
-        return stacks.of_the_case(
+        return stacks.keep_case_stacks(
             self.stack_file.read_text(errors="replace").strip(), worker_module
         )
 

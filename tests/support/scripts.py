@@ -237,7 +237,8 @@ class _Program:
 def _processes() -> list[int]:
     with suppress(FileNotFoundError):
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return []  # not Linux: only the program itself is ended
+    # Not Linux: only the program itself is ended.
+    return []
 
 
 def _read(pid: int, name: str) -> bytes:
