@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The hard limit ends a worker of pytest-xdist, which would start another one to hang in the same test, eight times.
     if getattr(config.option, "maxworkerrestart", 0) is None:
         config.option.maxworkerrestart = "0"
-    # Tables fold in the width of the terminal. Under pytest-xdist these variables are always set, because pytest imports
+    # Tables fold in the width of the terminal. Under pytest-xdist these variables are always set: pytest imports
     # readline, which exports them to the children of the first process.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)

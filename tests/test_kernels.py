@@ -100,13 +100,13 @@ def in_fp32() -> list[list[float]]:
 
 
 def numbers(n: int, dtype: torch.dtype) -> Tensor:
-    """Return fp32 numbers that bf16 rounds down, because the interpreter truncates them."""
+    """Return fp32 numbers less than half a unit above bf16 numbers, because the interpreter truncates."""
     low = torch.randint(0, 1 << 15, (n,), dtype=torch.int32)
     return (torch.randn(n).bfloat16().view(torch.int16).int() << 16 | low).view(torch.float32)
 
 
 def following_roundings() -> list[str]:
-    """Return of which tensors the numbers are not what :func:`refresh_fp32` makes of them."""
+    """Return the tensors whose numbers differ from the numbers of :func:`refresh_fp32`."""
     triton_main_params._BLOCK, wrong = 8, []
     special = torch.tensor([-0.0, torch.nan, 1.0, torch.inf, 3e38, 0.0, -0.0])
     becomes = torch.tensor([-0.0, torch.nan, torch.nan, torch.inf, 1.0, -0.0, 0.0])

@@ -188,10 +188,10 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl():
 
 
 def test_ranks_on_gpus_have_run_the_same_cases(failing):
-    two = [worker.pid for worker in failing._ready(2, alike=True)]
-    assert [worker.pid for worker in failing._ready(1, alike=False)] == two[:1]
-    assert [worker.pid for worker in failing._ready(2, alike=True)] == two
-    assert not set(two) & {worker.pid for worker in failing._ready(3, alike=True)}
+    two = [worker.pid for worker in failing._ready(2, same_history=True)]
+    assert [worker.pid for worker in failing._ready(1, same_history=False)] == two[:1]
+    assert [worker.pid for worker in failing._ready(2, same_history=True)] == two
+    assert not set(two) & {worker.pid for worker in failing._ready(3, same_history=True)}
 
 
 def _draw_and_disturb():
