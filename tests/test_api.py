@@ -228,7 +228,7 @@ def test_options_reach_the_plugin_and_the_report(site, apply, monkeypatch):
     site.plugin("a", feature=OPTION, register=ADD_N)
     report = apply(options={"a": {"amount": 5}})
     assert site.victim.f(1) == 6
-    assert report["a"].options["n"] == ovpatch.settings.options.OptionValue(5, "argument")
+    assert report["a"].options["n"] == ovpatch.settings.feature_options.OptionValue(5, "argument")
 
 
 def test_changed_options_apply_anew_and_unmentioned_ones_stay(site, apply):

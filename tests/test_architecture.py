@@ -420,9 +420,6 @@ def test_files_are_few():
 
 # --- names ---
 
-# Basenames of files that other rooms still share; a name that is unique by now may be deleted here.
-SHARED_BASENAMES = {"options", "plan", "report", "verify", "worker"}
-
 
 def test_basenames_are_unique():
     """A search for a file's name finds one file, in ``ovpatch`` and the plugins together."""
@@ -430,8 +427,7 @@ def test_basenames_are_unique():
     for name, path in FILES.items():
         if path.stem not in ("__init__", "__main__"):
             found.setdefault(path.stem, []).append(name)
-    repeated = {stem: names for stem, names in found.items() if len(names) > 1}
-    assert {stem: names for stem, names in repeated.items() if stem not in SHARED_BASENAMES} == {}
+    assert {stem: names for stem, names in found.items() if len(names) > 1} == {}
 
 
 # Functions that another module finds by their name, in each of several modules.

@@ -27,7 +27,7 @@ import ovpatch
 from benchmarks import figures, tables
 from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
-from ovpatch.settings.options import list_variables
+from ovpatch.settings.feature_options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support.environment import clean
 from tools import diagrams, docs_site, docs_table

@@ -26,7 +26,7 @@ from ovpatch.session.session_report import (
     to_plain_data,
 )
 from ovpatch.session.worker_reports import merge_reports
-from ovpatch.settings.options import OptionValue
+from ovpatch.settings.feature_options import OptionValue
 from tests.support.golden import check_golden
 
 

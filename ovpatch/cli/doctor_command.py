@@ -30,7 +30,7 @@ from ovpatch.session.session_report import (
     to_plain_data,
 )
 from ovpatch.settings import settings
-from ovpatch.settings.options import list_variables
+from ovpatch.settings.feature_options import list_variables
 
 _LIBRARIES: Final = (
     "wrapt",

@@ -13,8 +13,7 @@ from typing import Any, Final
 from ovpatch.exit_codes import ExitCode
 from ovpatch.hookspecs import Feature, OptionError
 from ovpatch.session.plugins import FoundPlugin, PluginError, Plugins, describe_error
-from ovpatch.settings import options as opts
-from ovpatch.settings import settings
+from ovpatch.settings import feature_options, settings
 from ovpatch.settings.settings import Environment, FeatureRequest
 
 
@@ -147,7 +146,7 @@ class FeatureRecord:
     # Its description; None if the plugin is not imported.
     feature: Feature | None = None
     # The resolved options.
-    options: dict[str, opts.OptionValue] = field(default_factory=dict)
+    options: dict[str, feature_options.OptionValue] = field(default_factory=dict)
     # Remarks of the plugin from its activation.
     remarks: tuple[str, ...] = ()
     # Whether the settings of this call, or of an earlier call since which it has been on, name the feature.
@@ -323,18 +322,18 @@ def _resolve_options(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any
         name: record.feature for name, record in plan.records.items() if record.feature is not None
     }
     own = {name for name, record in plan.records.items() if record.found.first_party}
-    for name, reason in opts.find_clashes(described, own, plan.records).items():
+    for name, reason in feature_options.find_clashes(described, own, plan.records).items():
         if plan.records[name].state == PLANNED:
             plan.records[name].set_off("conflict", reason)
     variables = plan.environment.features
-    opts.check_variables(
+    feature_options.check_variables(
         variables, described.values(), [name for name in plan.records if name not in described]
     )
     for name, feature in described.items():
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
             try:
-                record.options = opts.resolve_options(
+                record.options = feature_options.resolve_options(
                     feature, arguments.get(name, {}), variables, named=record.is_named
                 )
             except (settings.SettingsError, OptionError):
@@ -352,7 +351,7 @@ def _check_machine(
         record = plan.records[name]
         if name in active and active[name].options == record.options:
             continue
-        options = opts.get_values(record.options)
+        options = feature_options.get_values(record.options)
         with _note_plugin_failure(record):
             reasons = (
                 _explain_missing_distributed(record.feature)

@@ -15,7 +15,7 @@ import pluggy
 
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
 from ovpatch.patching.patch import is_version_range
-from ovpatch.settings.options import check_declaration
+from ovpatch.settings.feature_options import check_declaration
 from ovpatch.settings.settings import NAME, OFF_WORDS, ON_WORDS, normalise_name, suggest_name
 
 GROUP: Final = "ovpatch"

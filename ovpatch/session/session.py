@@ -27,8 +27,7 @@ from ovpatch.session.feature_plan import (
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.session.script_names import list_script_names
 from ovpatch.session.session_report import TROUBLE, Report
-from ovpatch.settings import options as opts
-from ovpatch.settings import settings
+from ovpatch.settings import feature_options, settings
 from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise_name
 
 
@@ -131,7 +130,7 @@ class ActiveFeatures:
             # A layer of the feature that was used while the feature was off may have noted failures.
             drop_failures(name)
             try:
-                options = opts.get_values(record.options)
+                options = feature_options.get_values(record.options)
                 registrar = _Registrar(self._manager, name, options)
                 self._registrars[name] = registrar
                 self.plugins.call_hook(name, "ovpatch_register", patches=registrar, options=options)
@@ -160,7 +159,7 @@ class ActiveFeatures:
 
     def _activate(self, plan: FeaturePlan, name: str) -> None:
         record = plan.records[name]
-        options = opts.get_values(record.options)
+        options = feature_options.get_values(record.options)
         try:
             record.remarks = self.plugins.call_for_texts(name, "ovpatch_activate", options=options)
         except PluginError as error:

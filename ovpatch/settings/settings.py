@@ -1,7 +1,7 @@
 """Environment variables, and the choice of the features that are on.
 
 Off always wins. Otherwise the environment overrides the argument, and the argument overrides the default. Options of
-features are in :mod:`ovpatch.settings.options`.
+features are in :mod:`ovpatch.settings.feature_options`.
 """
 
 from __future__ import annotations

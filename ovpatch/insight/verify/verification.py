@@ -18,7 +18,7 @@ from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import BY_FLOOR, ORDER, Finding, RunComparison, compare_runs
 from ovpatch.insight.verify.recording import BACKWARD, RecordedRun
 from ovpatch.session.plugins import PluginError, Plugins, find_plugins
-from ovpatch.settings.options import list_verified_variables
+from ovpatch.settings.feature_options import list_verified_variables
 
 WORKER: Final = "ovpatch.insight.verify.probes"
 
