@@ -136,7 +136,7 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(
     command, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(pipeline_command, "find_spec", lambda name: None)
-    monkeypatch.setattr(pipeline_command, "_ask", lambda question: pytest.fail("solved"))
+    monkeypatch.setattr(pipeline_command, "_plan_orders", lambda question: pytest.fail("solved"))
     code, _, err = command("--what-if", "p=2,m=2", "--picture", str(tmp_path / "best.png"))
     assert code == ExitCode.USAGE
     assert "ovpatch[plot]" in err
@@ -263,7 +263,7 @@ def test_a_command_without_a_pipeline_is_told_so(command, tmp_path):
         "--out", str(tmp_path / "out"), "--", *preloaded(), str(tmp_path / "train.py")
     )
     assert code == ExitCode.UNDECIDED
-    assert "no schedule of torch.distributed.pipelining was run" in err
+    assert "the feature ran no schedule of torch.distributed.pipelining" in err
 
 
 def test_a_command_or_a_question_is_needed(command, monkeypatch):
