@@ -60,15 +60,15 @@ class PipelineParts:
     F: int
     B: int
     W: int
-    # The time of other computations, such as the optimizer.
-    rest: int
+    # The time of other computations, such as the optimizer. The key of the same name in JSON is public.
+    other: int
     wait: int
 
     @property
     def bubble(self) -> float:
         """Share of the step in which no microbatch is computed."""
         busy = self.F + self.B + self.W
-        return 1 - busy / max(1, busy + self.rest + self.wait)
+        return 1 - busy / max(1, busy + self.other + self.wait)
 
 
 def split_actions(tracks: RankTracks, step: Step) -> PipelineParts:

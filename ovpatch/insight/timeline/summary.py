@@ -319,7 +319,7 @@ def _rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
 def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
     for run in runs:
         for tracks, parts in list_parts(run, run.shown):
-            times = (parts.F, parts.B, parts.W, parts.rest, parts.wait)
+            times = (parts.F, parts.B, parts.W, parts.other, parts.wait)
             yield run.name, str(tracks.rank), *map(format_ms, times), format_percent(parts.bubble)
 
 
