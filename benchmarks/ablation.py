@@ -191,9 +191,8 @@ def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, A
     for name in names:
         now, then = ovpatch.report()[name], before[name].counters
         counted = {counter: count - then[counter] for counter, count in now.counters.items()}
-        remarks = [
-            remark for remark in now.remarks if remark not in chosen
-        ]  # those the result has for all arms
+        # The result lists the remaining remarks once, for all arms.
+        remarks = [remark for remark in now.remarks if remark not in chosen]
         found[name] = {
             "state": now.state,
             "reason": now.reason,
@@ -217,7 +216,8 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     gc.collect()
     # After an error this would wait for ranks without an error.
     dist.barrier()
-    drop_values(Retention, mesh["dp"].get_group())  # no peer pulls from this arm now
+    # After the barrier, no peer copies from this arm's memory any longer.
+    drop_values(Retention, mesh["dp"].get_group())
     if CUDA:
         torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}
@@ -276,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--size", choices=SIZES, default="8b")
     made.add_argument(
-        "--tp", type=int, default=4, help="ranks that share a model; the others are data parallel"
+        "--tp", type=int, default=4, help="ranks that share a model; data parallelism uses the rest"
     )
     made.add_argument("--layers", type=int, help="blocks, if not as many as the size has")
     made.add_argument(
@@ -302,7 +302,7 @@ def objection(args: argparse.Namespace, world: int) -> str:
         return f"--tp {args.tp} does not divide {world} processes; start a multiple of it"
     uneven = [name for name in DIVIDED if getattr(shape_of(args), name) % args.tp]
     return (
-        f"--tp {args.tp} does not divide the model's {', '.join(uneven)}; give one that does"
+        f"--tp {args.tp} is no divisor of the model's {', '.join(uneven)}; give one that does"
         if uneven
         else ""
     )

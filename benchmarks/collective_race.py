@@ -109,7 +109,8 @@ def _communicator(*, zero_cta: bool) -> dist.ProcessGroup:
     """Return a communicator of all ranks, connected."""
     if not CUDA:
         return get_world()
-    nccl: Any = dist.ProcessGroupNCCL  # torch's stubs lack the policies
+    # The stubs of torch do not declare the policies.
+    nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     if zero_cta:
         options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO

@@ -180,26 +180,26 @@ def parameters(shape: Shape) -> int:
 
 def cut(model: Decoder, mesh: DeviceMesh) -> None:
     """Cut heads, features and words over the ranks of a mesh, and between them the sequence; logits stay cut."""
-    sequence, whole = Shard(1), Replicate()
+    sequence, replicated = Shard(1), Replicate()
     model_plan: dict[str, Any] = {
-        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "tokens": RowwiseParallel(input_layouts=replicated, output_layouts=sequence),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
             input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False
         ),
     }
     if model.positions is not None:
-        model_plan["positions"] = RowwiseParallel(input_layouts=whole, output_layouts=Shard(0))
+        model_plan["positions"] = RowwiseParallel(input_layouts=replicated, output_layouts=Shard(0))
     block_plan: dict[str, Any] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
-            input_layouts=(sequence, None), desired_input_layouts=(whole, None)
+            input_layouts=(sequence, None), desired_input_layouts=(replicated, None)
         ),
         **{f"attention.w{name}": ColwiseParallel() for name in "qkv"},
         "attention.wo": RowwiseParallel(output_layouts=sequence),
         "ffn_norm": SequenceParallel(),
         "feed_forward": PrepareModuleInput(
-            input_layouts=(sequence,), desired_input_layouts=(whole,)
+            input_layouts=(sequence,), desired_input_layouts=(replicated,)
         ),
         **{
             f"feed_forward.{name}": ColwiseParallel()
@@ -215,8 +215,8 @@ def cut(model: Decoder, mesh: DeviceMesh) -> None:
 def alone(model: Decoder, ranks: int) -> None:
     """Leave of a model what one of ``ranks`` computes, with copies on the device where :func:`cut` has collectives.
 
-    What is gathered is the own part, several times; of what would be reduced and scattered, the own part is taken.
-    Targets have to be below the words that are left, ``model.output.out_features``.
+    Instead of gathering, a rank repeats its own part; instead of reducing and scattering, it takes its own part.
+    Targets must be below the number of remaining words, ``model.output.out_features``.
     """
 
     def gathers(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -206,7 +206,7 @@ def draw(name: str, folder: Path) -> Path:
         "font.size": 11,
         "axes.titlesize": 11,
         "figure.titlesize": 12,
-    }  # other fonts must fit, too
+    }
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, **sizes}):
         figure = FIGURES[name]()
         for axes in figure.axes:

@@ -140,7 +140,8 @@ def run(
             step()
         limit = torch.tensor([_WARM_STEPS * seconds / (time.perf_counter() - begin)])
         if not CUDA:
-            dist.broadcast(limit, 0)  # all ranks make the same number of steps
+            # All ranks make the same number of steps.
+            dist.broadcast(limit, 0)
         steps = max(_MIN_STEPS, min(steps, int(limit)))
         gc.collect()
         gc.disable()

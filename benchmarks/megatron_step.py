@@ -81,7 +81,8 @@ def build(args: argparse.Namespace) -> Callable[[], None]:
     model = example.make_model(args)
     with torch.no_grad():
         for param in model.parameters():
-            if param.dim() > 1:  # others have their values: ones and zeros
+            # Vectors keep their initial values, ones and zeros.
+            if param.dim() > 1:
                 param.normal_(std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA)
     forward_backward, data = example.get_forward_backward_func(), example.batches(args)

@@ -92,7 +92,8 @@ class Problem:
         self.weights = torch.rand(tokens, top_k, generator=generator, device=device(), dtype=dtype)
         self.weights.requires_grad_(args.backward)
         chances = torch.rand(tokens, self.experts, generator=generator, device=device())
-        args.skew = skew_of(args.skew, top_k, self.experts)  # the actual skew is recorded
+        # The result records the skew that these chances lead to.
+        args.skew = skew_of(args.skew, top_k, self.experts)
         if args.skew > 1:
             favoured = (
                 torch.rand(tokens, generator=generator, device=device())
@@ -277,7 +278,7 @@ def measure(name: str, problem: Problem, args: argparse.Namespace) -> dict[str, 
         for tensor in (problem.x, problem.up, problem.down, problem.weights):
             tensor.grad = None
 
-    found = clocked(step, args, timed, beside=before)
+    found = clocked(step, args, timed, base_bytes=before)
     gc.collect()
     return {"arm": name, **found}
 

@@ -4,17 +4,17 @@
     torchrun --nproc-per-node 1 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on one
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.pipeline_step --width 256 --batch 4        # on a CPU
 
-With several processes, arms alternate; each is built again, warmed up and timed while its steps follow each other; the
-slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step in sequence, every rank
-alone with its own stage. Beside each order of the feature stands the time of a step that the simulator expects from the
-costs that the engine measured in the same steps, and from the time of a message to and fro before them. Arms whose
-names end with ``copies`` have copy engines carry their messages; they are for GPUs of one host.
+With several processes, arms alternate. Each arm is built again, warmed up and timed without a stop between its steps;
+the slowest rank counts. ``limit`` is m(F + B + W) in stock PyTorch: all microbatches of a step in sequence, every rank
+alone with its own stage. The result of each order of the feature includes the simulated time of a step. The simulator
+uses the costs that the engine measured in the same steps, and the time of a message to and fro before them. In arms
+whose names end with ``copies``, copy engines send the messages; these arms are for GPUs of one host.
 
-With one process, a stage alone is timed: F, B and W with weight gradients deferred, and F and the backward as stock
-computes them; time of the device, time in which the host issues them, and memory.
+With one process, a stage alone is timed: F, B and W with deferred weight gradients, and F and the backward of stock
+PyTorch. The result has the time of the device, the time in which the host issues the kernels, and the memory.
 
-On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores; or have
-steps timed by ``--clock cpu``, as if each rank had its own core, see ``benchmarks.message_clock``.
+On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores.
+Otherwise time the steps by ``--clock cpu``, as if each rank had its own core, see ``benchmarks.message_clock``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _STEPS_TO_CHOOSE = 100
 _CHOOSING = (
     "races against the order as given",
     "while costs are measured",
-)  # in what the report says until then
+)
 STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")
 
 
@@ -267,7 +267,8 @@ def compare_schedules(args: argparse.Namespace) -> None:
     ratios: defaultdict[str, list[float]] = defaultdict(list)
 
     def measure(name: str) -> dict[str, Any]:
-        gc.collect()  # schedules and stages form cycles
+        # Schedules and stages form reference cycles, which only the collector frees.
+        gc.collect()
         found = measure_limit(args) if name == LIMIT else measure_schedule(args, name)
         medians[name] += found["ms"]
         if "predicted_ms" in found:

@@ -135,9 +135,10 @@ def measure(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     if apply:
         ovpatch.apply("recompute", options={"recompute": {"granularity": arm}})
     step = build(args, arm)
-    step()  # creates gradients and state
+    # The first step creates gradients and optimizer state, which the arm's memory must not include.
+    step()
     base_bytes = torch.cuda.memory_allocated() if CUDA else 0
-    found = {"arm": arm, **clocked(step, args, running, beside=base_bytes)}
+    found = {"arm": arm, **clocked(step, args, running, base_bytes=base_bytes)}
     if not CUDA:
         with Watch() as watch:
             step()

@@ -58,7 +58,7 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
         if CUDA:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
-    return _of_slowest(times)
+    return _max_over_ranks(times)
 
 
 def running(step: Callable[[], object], steps: int) -> list[float]:
@@ -76,7 +76,7 @@ def running(step: Callable[[], object], steps: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     times = [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
-    return _of_slowest(times)
+    return _max_over_ranks(times)
 
 
 def clocked(
@@ -84,7 +84,7 @@ def clocked(
     args: argparse.Namespace,
     how: Callable[[Callable[[], object], int], list[float]],
     *,
-    beside: int = 0,
+    base_bytes: int = 0,
 ) -> dict[str, Any]:
     """Warm a step up, and return its times and its peak of memory.
 
@@ -92,7 +92,7 @@ def clocked(
         step: What is measured.
         args: With the options of :func:`add_timing`.
         how: :func:`timed` or :func:`running`.
-        beside: Bytes that were allocated before and are not the step's.
+        base_bytes: Bytes that were allocated before and do not belong to the step.
     """
     timed(step, args.warmup)
     if CUDA:
@@ -100,11 +100,11 @@ def clocked(
     times = how(step, args.steps)
     return {
         "ms": times,
-        "peak_gib": (torch.cuda.max_memory_allocated() - beside) / 2**30 if CUDA else 0.0,
+        "peak_gib": (torch.cuda.max_memory_allocated() - base_bytes) / 2**30 if CUDA else 0.0,
     }
 
 
-def _of_slowest(times: list[float]) -> list[float]:
+def _max_over_ranks(times: list[float]) -> list[float]:
     slowest = torch.tensor(times, device=device())
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
@@ -122,7 +122,8 @@ def graphed(step: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         step()
 
-    def replay(of: Callable[[], object] = step) -> None:  # whose tensors the graph reads
+    # The graph reads the tensors of the step that was captured.
+    def replay(of: Callable[[], object] = step) -> None:
         graph.replay()
 
     return replay
@@ -207,9 +208,8 @@ def alternate(
 
     def run(name: str) -> None:
         if dist.get_rank() == 0:
-            print(
-                f"{name:36}", end=" ", flush=True
-            )  # before its result, so that an arm that hangs is known
+            # The name appears before the result, so that the output shows an arm that hangs.
+            print(f"{name:36}", end=" ", flush=True)
         faulthandler.dump_traceback_later(args.arm_timeout, exit=True)
         started = time.perf_counter()
         try:
@@ -219,7 +219,8 @@ def alternate(
             ValueError,
             AssertionError,
             ImportError,
-        ) as error:  # a peer that cannot is a result
+        ) as error:
+            # It is a result as well that a peer cannot run an arm.
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
         finally:
             faulthandler.cancel_dump_traceback_later()

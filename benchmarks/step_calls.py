@@ -5,7 +5,7 @@
 
 Rank 0 counts, by a profile hook, the calls of one step (forward, backward, ``optimizer.step()``, ``zero_grad()``) into
 the files of ovpatch, or of FSDP2. A model of ``--layers`` linears has twice as many parameters. The second table
-says how large the tree is, and how many of its files ``apply("ddp")`` imports.
+lists the size of the tree, and the number of its files that ``apply("ddp")`` imports.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class Calls:
         name = frame.f_code.co_filename
         if event != "call" or not name.startswith(self._folders):
             return
-        function = getattr(
-            frame.f_code, "co_qualname", frame.f_code.co_name
-        )  # Python 3.10 has names only
+        # Python 3.10 has no qualified names.
+        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         self.functions[f"{Path(name).relative_to(Path(self._folders[0]).parent)}:{function}"] += 1
         self.changes += name != self._last
         self._last = name
@@ -85,7 +84,8 @@ def count(rank: int, arm: str, layers: int, folder: str) -> None:
             options={"dist_optimizer": {"min_param_numel": 1}} if "+" in arm else {},
         )
     step, calls = make_step(arm, layers, width=64, block=1, device="cpu"), Calls(ARMS[arm])
-    for _ in range(40):  # the votes that take effect every few steps have been cast, and counted
+    # Votes take effect every few steps. After these steps they have been cast and counted.
+    for _ in range(40):
         step()
     dist.barrier()
     sys.setprofile(calls if rank == 0 else None)
@@ -159,14 +159,14 @@ def main() -> None:
         console.print(row["arm"], dict(list(row["functions"].items())[: args.functions]))
     sizes, modules = size(), {name or "defaults": imported(name) for name in ('"ddp"', "")}
     table = Table("part", "files", "lines", "notes")
-    for name, one in sizes.items():
-        table.add_row(name, *map(str, one.values()))
+    for name, counts in sizes.items():
+        table.add_row(name, *map(str, counts.values()))
     console.print(
         table, {f"files imported by apply({name})": number for name, number in modules.items()}
     )
     if args.json:
-        told = {"torch": torch.__version__, "steps": rows, "sizes": sizes, "imported": modules}
-        args.json.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        result = {"torch": torch.__version__, "steps": rows, "sizes": sizes, "imported": modules}
+        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

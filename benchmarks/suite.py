@@ -4,9 +4,9 @@
     python -m benchmarks.suite zero_step tp_blocks --minutes 30     # all rows of two tables
     python -m benchmarks.suite --list zero_step                     # what there is
 
-Results are appended to benchmarks/results/*.jsonl. Each row is one call of a benchmark under torchrun. A row that fails
-or is cut off does not keep the next from running; its output is in ``LOGS/<number>.log``, and the exit status says how
-many rows are missing.
+Results are appended to benchmarks/results/*.jsonl. Each row is one call of a benchmark under torchrun. After a row that
+fails or is ended, the next row runs. The row's output is in ``LOGS/<number>.log``, and the exit status is the number of
+missing rows.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # workers that outlived their launcher
+        # Workers may outlive their launcher.
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -134,8 +134,8 @@ class Alone(nn.Module):
 
 def cut(block: Block, mesh: DeviceMesh, local: bool) -> None:
     """Cut a block as sequence-parallel plans do; ``local``: plain tensors between modules instead of DTensors."""
-    sequence, whole = Shard(1), Replicate()
-    gathered = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
+    sequence, replicated = Shard(1), Replicate()
+    gathered = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(replicated,))
     scattered = RowwiseParallel(output_layouts=sequence, use_local_output=local)
     plan: dict[str, Any] = {
         "norm1": SequenceParallel(),
@@ -215,7 +215,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     try:
         with settings(ARMS[name], mesh):
             step = build(ARMS[name], args, mesh)
-            found = clocked(step, args, timed, beside=before)
+            found = clocked(step, args, timed, base_bytes=before)
     finally:
         del step
         torch._dynamo.reset()

@@ -4,9 +4,9 @@
 
 Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls in sequence, of which the time of
 one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step; ``stock`` arms are
-torch's styles, on DTensors. All arms must compute the results of cuBLAS and NCCL in sequence, but for ``product`` and
-``collective``, the limits. ``--tp`` cuts features for more ranks than there are, so that a product's share is that of a
-larger group. Without CUDA it runs on gloo (``--shapes tiny``).
+torch's styles, on DTensors. All arms except the limits, ``product`` and ``collective``, must compute the results of
+cuBLAS and NCCL in sequence. ``--tp`` cuts features for more ranks than there are, so that a GEMM's share of the time is
+as in a larger group. Without CUDA it runs on gloo (``--shapes tiny``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import _symmetric_memory  # without which torch.ops.symm_mem has no operators
+
+# This import gives torch.ops.symm_mem its operators.
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -187,7 +189,8 @@ class Scatter(Linear):
 
     def stock(self) -> Tensor:
         """Compute as a linear under ``RowwiseParallel`` does."""
-        terms: Any = F.linear(self.sharded(self.x, 1), self.cut)  # a DTensor
+        # The linear of a DTensor is a DTensor of partial sums.
+        terms: Any = F.linear(self.sharded(self.x, 1), self.cut)
         return terms.redistribute(placements=(Shard(0),)).to_local()
 
     def torch_fused(self) -> Tensor:

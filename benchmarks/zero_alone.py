@@ -2,14 +2,15 @@
 
     python -m benchmarks.zero_alone --world 8 --size 3.8b --json benchmarks/results/zero_alone.jsonl
 
-The arms of ``zero_step`` run on a process group of torch's backend ``fake``, whose collectives return at once.
-Allocations, copies, casts and updates are those of one of so many ranks, so the difference to the arm ``limit`` is an
-arm's cost on device and host without the network. Sums of copy engines' arms are left out. Each arm has a process of
-its own; NCCL's buffers, a few hundred MiB, are not included.
+The arms of ``zero_step`` run on a process group of torch's backend ``fake``, whose collectives return immediately. One
+rank allocates, copies, casts and updates as in a job of the given size. So the difference to the arm ``limit`` is an
+arm's cost on device and host without the network. Sums of copy engines' arms are left out. Each arm runs in its own
+process. NCCL's buffers, a few hundred MiB, are not included.
 
-Power, and with it time, depends on the numbers in products: those of NaN are the fastest. So all arms compute with
-initial weights in every step: the learning rate is zero, and received data are this rank's. ovpatch's all-gathers are
-filled with that until times are taken; FSDP2's, which use other memory each time, always, by copies during its compute.
+Power, and with it time, depends on the numbers in GEMMs: GEMMs of NaN are the fastest. So all arms compute with initial
+weights in every step: the learning rate is zero, and received data are this rank's data. ovpatch's all-gathers get
+these data until times are taken. FSDP2's all-gathers use other memory each time, so they always get these data, by
+copies during FSDP2's compute.
 Each arm reports its loss.
 """
 
@@ -29,7 +30,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+# This import registers the backend.
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +90,8 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
         self: AllGather, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Sequence[Work]:
         pairs = list(zip(outputs, inputs, strict=True))
-        if warming():  # the input may be a view of the output
+        # The input may be a view of the output.
+        if warming():
             _copy(
                 [(to.view(dist.get_world_size(), -1), of.clone().view(1, -1)) for to, of in pairs]
             )
@@ -222,11 +226,13 @@ def main() -> None:
     made = parser()
     made.description = __doc__
     made.add_argument("--world", type=int, default=8, help="ranks there would be")
-    made.add_argument("--arm", help=argparse.SUPPRESS)  # of one such process
+    # The parent passes this option to the process of an arm.
+    made.add_argument("--arm", help=argparse.SUPPRESS)
     args = made.parse_args()
     if args.arm:
         print(json.dumps(run(args)), flush=True)
-        os._exit(0)  # skips the exit of all libraries
+        # This skips the exit functions of all libraries.
+        os._exit(0)
     join(args.world)
     alternate("zero_alone", args.arms, in_a_process, args, chooses=lambda name: False)
 

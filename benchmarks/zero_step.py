@@ -302,7 +302,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        drop_values(Retention, dist.group.WORLD)  # no peer pulls from this arm now
+        # After the barrier, no peer copies from this arm's memory any longer.
+        drop_values(Retention, dist.group.WORLD)
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}
@@ -333,9 +334,8 @@ def main() -> None:
         model = GPT(**SIZES[args.size])
     context = SIZES[args.size]["context"]
     args.flops = flops_per_step(model, args.batch * args.accumulate * context, context)
-    first = next(
-        (name for name in args.arms if name in OURS), None
-    )  # later arms find its cached choices
+    # The first arm of ovpatch measures choices, which later arms find in the cache.
+    first = next((name for name in args.arms if name in OURS), None)
     alternate(
         "zero_step",
         args.arms,

@@ -1,12 +1,13 @@
-"""ovpatch: the same training program, with its communication hidden behind compute.
+"""ovpatch: the same training program, with its communication hidden under compute.
 
     import ovpatch
     ovpatch.apply()
 
 or, without touching the script, ``ovpatch run -- torchrun ... train.py``.
 
-Importing this package imports neither torch nor its own modules: torch calls its autoload entry point at the end of
-every ``import torch``, which must cost nothing while it is off. Public names are imported at their first use.
+Importing this package imports neither torch nor its own modules. torch calls the package's autoload entry point at the
+end of every ``import torch``, and this must cost nothing while autoload is off. Public names are imported at their
+first use.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ __all__ = [
     "revert",
 ]
 
+# The public names, by the module that defines them.
 _HOMES = {
     "ovpatch.api": ("FeatureError", "applied", "apply", "report", "revert"),
     "ovpatch.hookspecs": (
@@ -82,5 +84,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, also those not used yet."""
+    """Return the public names, including the names that nothing has used yet."""
     return sorted({*globals(), *__all__})

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit code of a subcommand; the rows of the table in ``docs/settings.md`` and in each ``--help``.
+    """The exit codes of subcommands, which are the rows of the table in ``docs/settings.md`` and in each ``--help``.
 
     ``run`` and ``timeline`` return the exit code of the command if that fails.
     """
@@ -19,8 +19,7 @@ class ExitCode(IntEnum):
         1,
         (
             "a problem; verify: different results; run: no process was patched, or a patched run "
-            "failed; list, doctor: "
-            "something is wrong on this machine"
+            "failed; list, doctor: something is wrong on this machine"
         ),
     )
     USAGE = 2, "a mistake in the command line or in a setting; nothing was run"
@@ -34,7 +33,8 @@ class ExitCode(IntEnum):
     def __new__(cls, value: int, meaning: str) -> ExitCode:
         """Return the member of a value."""
         member = int.__new__(cls, value)
-        member._value_, member.meaning = value, meaning
+        member._value_ = value
+        member.meaning = meaning
         return member
 
 
@@ -43,4 +43,5 @@ def get_exit_code(error: BaseException) -> ExitCode | None:
     code = getattr(error, "exit_code", None)
     if isinstance(code, ExitCode):
         return code
-    return ExitCode.UNDECIDED if isinstance(error, OSError) else None  # a full disk, say
+    # A full disk, for example, is no defect of ovpatch.
+    return ExitCode.UNDECIDED if isinstance(error, OSError) else None

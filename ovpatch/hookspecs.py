@@ -1,8 +1,8 @@
 """The specification of plugins.
 
 A plugin is an object that an entry point of the group ``ovpatch`` names. It describes one feature and implements the
-hooks below. :func:`make_feature_hooks` returns such an object; a module whose functions are marked with
-:data:`hookimpl` is one, too. ``docs/write-a-plugin.md`` shows an example.
+hooks below. :func:`make_feature_hooks` returns such an object. A module whose functions are marked with
+:data:`hookimpl` is a plugin, too. ``docs/write-a-plugin.md`` shows an example.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
-from ovpatch.patching.patch import (
-    Removable,  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
-)
-from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
+from ovpatch.patching.patch import Removable
+
+# Plugins import these two functions from here: features that measure need `cache_dir`, and options whose `parse`
+# accepts more than a bool need `parse_flag`.
+from ovpatch.settings.settings import cache_dir as cache_dir
 from ovpatch.settings.settings import make_variable_name
-from ovpatch.settings.settings import (
-    parse_flag as parse_flag,  # for options whose parse accepts more than a bool
-)
+from ovpatch.settings.settings import parse_flag as parse_flag
 
 PROJECT: Final = "ovpatch"
 
@@ -39,16 +38,16 @@ class Option:
 
     Attributes:
         name: Lower-case identifier, unique within the feature.
-        default: Value without any setting. Its type decides how text is parsed (bool, int, float, str) unless
+        default: Value without any setting. Its type (bool, int, float, str) decides how strings are parsed unless
             ``parse`` is given.
-        help: What it does, in short sentences; they go into ``ovpatch list`` and the generated tables.
+        help: The effect of the option, in short sentences for ``ovpatch list`` and the generated tables.
         choices: Allowed values, if the option is an enumeration.
-        parse: Turns text into the value; raises ``ValueError`` with the expected form. It also gets a Python number or
-            bool, as text, so that it can check a range; other Python values are not parsed.
+        parse: Converts a string into the value, or raises ``ValueError`` with the expected form. It also gets a Python
+            number or bool as a string, so that it can check a range. Other Python values are not parsed.
         aliases: Other names of the option.
-        default_unless_named: Value without any setting where the feature is on by default, and nothing names it; None
-            if that is ``default``, too.
-        verified: Value without any setting in the patched runs of ``ovpatch verify``; None if that is ``default``, too.
+        default_unless_named: Value without any setting if the feature is on by default and no setting names it; None
+            for ``default``.
+        verified: Value without any setting in the patched runs of ``ovpatch verify``; None for ``default``.
         values: The kind of value for the documentation, such as "a size in MiB, or `none`", unless ``choices`` or a
             bool as ``default`` show it.
         experimental: Values without a measured gain in ``benchmarks/value.toml``.
@@ -67,7 +66,7 @@ class Option:
 
     @property
     def meaning(self) -> str:
-        """``help`` in one line, and the experimental values."""
+        """``help`` in one line, with the experimental values."""
         values = ", ".join(
             f"{value:d}" if isinstance(value, bool) else str(value) for value in self.experimental
         )
@@ -77,7 +76,7 @@ class Option:
 
 
 def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
-    """Return a ``parse`` for whole numbers from ``least`` on; what is ``expected`` is in the text of its errors."""
+    """Return a ``parse`` for integers from ``least`` on, whose errors quote the ``expected`` form."""
 
     def parse(text: str) -> int:
         if not text.strip().isdecimal() or int(text) < least:
@@ -88,7 +87,7 @@ def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
 
 
 def make_seconds_parser(expected: str = "a time in seconds, more than 0") -> Callable[[str], float]:
-    """Return a ``parse`` for finite times above 0; what is ``expected`` is in the text of its errors."""
+    """Return a ``parse`` for finite times above 0, whose errors quote the ``expected`` form."""
 
     def parse(text: str) -> float:
         try:
@@ -103,26 +102,30 @@ def make_seconds_parser(expected: str = "a time in seconds, more than 0") -> Cal
 
 
 class OptionError(ValueError):
-    """An option that the user has set cannot act here; the message gives the reason and ends with the remedy."""
+    """An option of the user that cannot act here. The message gives the reason and ends with the remedy."""
 
 
-_failures: Final[dict[str, dict[str, None]]] = {}  # messages by feature
+# The messages by feature. A dictionary keeps their order and drops repetitions.
+_failures: Final[dict[str, dict[str, None]]] = {}
 
 
 def refuse_option(
     feature: str, options: Sequence[Option], name: str, value: Any, reason: str
 ) -> None:
-    """Raise OptionError for a value of an option that cannot act here, or note the reason if the value is the default.
+    """Raise OptionError for a value that cannot act here, or note the reason for the report if it is the default.
 
-    A feature calls this when the value is first needed, on all ranks for the same reason: the machine, the backend or
-    the process group lacks what the value needs. Only the user sets a value other than the default.
+    A feature calls this when it first needs the value, on all ranks for the same reason: the machine, the backend or
+    the process group cannot serve the value. Only the user sets a value other than the default.
 
     Args:
         feature: The feature.
         options: All options of the feature.
         name: The option.
         value: Its value.
-        reason: Why the value cannot act, as a clause; the full stop of a quoted message is dropped.
+        reason: The reason as a clause. The full stop of a quoted message is dropped.
+
+    Raises:
+        OptionError: The value is not the default.
     """
     default = next(option.default for option in options if option.name == name)
     if value == default:
@@ -134,16 +137,17 @@ def refuse_option(
         f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: "
         f"{reason.rstrip('.')}. Set "
         f"{make_variable_name(feature, name)}={'none' if default is None else default} on all "
-        "ranks, or remove the "
-        "variable and the argument of that name."
+        "ranks, or remove the variable and the argument of that name."
     )
 
 
 @contextmanager
 def note_failures(feature: str, action: str) -> Iterator[None]:
-    """Have the report show an error that ends the block, by its first line, until the feature is turned off.
+    """Show the first line of an error that ends the block in the report, until the feature is turned off.
 
-    ``action`` names what failed, for example ``wrapping MLP in DistributedDataParallel``.
+    Args:
+        feature: The feature.
+        action: The work of the block, for example ``wrapping MLP in DistributedDataParallel``.
     """
     try:
         yield
@@ -169,8 +173,8 @@ class Package:
     """A package without which a feature has nothing to patch.
 
     Attributes:
-        module: Dotted name of the module that the feature patches. It is searched for, and not imported.
-        remedy: The line that installs it, which the report and the error show.
+        module: Dotted name of the module that the feature patches. ovpatch searches for it without importing it.
+        remedy: The command that installs the package, for the report and the error.
     """
 
     module: str
@@ -182,26 +186,26 @@ class Feature:
     """The description of a feature.
 
     Attributes:
-        name: Name in settings and in the report; equals the entry point's name.
-        summary: One line.
-        options: Its options.
-        requires: Names of features that it needs.
-        conflicts: Names of features that exclude it.
-        default: Whether a plain ``apply()`` turns it on.
-        torch: Versions of torch it was tested with, as a PEP 440 specifier. With other versions the report says
-            ``untested``; they are not refused.
-        reorders_products: Whether it sums matrix products in another order than stock, which rounds differently;
-            ``ovpatch verify`` then measures the tolerance.
-        distributed: Whether it needs ``torch.distributed``, which some builds of torch lack; there it is skipped.
-        packages: Packages that it patches. If one is not installed, the feature is skipped, and the user who named it
-            gets a :class:`ovpatch.FeatureError`.
-        removed_options: Names of options that no longer exist, each with the reason and the remedy. A setting of one
-            raises :class:`OptionError` with that text.
-        work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
-            but ``stock_…``.
+        name: Name in settings and in the report, which is also the name of the entry point.
+        summary: One line for ``ovpatch list``.
+        options: The options of the feature.
+        requires: Names of features that must be on as well.
+        conflicts: Names of features that must be off.
+        default: Whether a plain ``apply()`` turns the feature on.
+        torch: Versions of torch that the feature was tested with, as a PEP 440 specifier. Other versions are not
+            refused, but the report shows ``untested``.
+        reorders_products: Whether the feature sums matrix products in another order than stock PyTorch, which rounds
+            differently. ``ovpatch verify`` then measures the tolerance.
+        distributed: Whether the feature needs ``torch.distributed``. It is skipped in a build of torch without it.
+        packages: Packages that the feature patches. If one of them is not installed, the feature is skipped; if the
+            user named the feature, this is a :class:`ovpatch.FeatureError`.
+        removed_options: Names of options that no longer exist, each with the reason and the remedy. A setting of such
+            an option raises :class:`OptionError` with this message.
+        work: Counters of real work, such as ``("steps",)``, without counters of patched objects. Default: all counters
+            except ``stock_…``.
         gains: Clauses about the work for the end of ``ovpatch run``, with counters as fields:
             ``"{models:model}"`` becomes "2 models", ``"{saved_bytes:bytes}"`` becomes "7.4 GiB", and
-            ``"{whole-kept:bytes}"`` is the difference of two counters. A clause whose counters are
+            ``"{full-kept:bytes}"`` is the difference of two counters. A clause whose counters are
             all zero is left out. By default the report shows names and values of counters.
     """
 
@@ -223,10 +227,10 @@ class Feature:
 class FeatureCounters:
     """The numbers of a feature in the report: the annotated attributes of a subclass, all of them ``int``.
 
-    Most are totals since the process started. Some are levels, which fall again, such as the bytes that a rank keeps
-    now. The docstring of the subclass names its levels.
+    Most counters are totals since the process started. Some are levels, which fall again, such as the bytes that a
+    rank keeps now. The docstring of the subclass names its levels.
 
-    No dataclass: to make one takes half a millisecond, of each feature's part in ``apply()``.
+    This is no dataclass, because each feature's ``apply()`` would spend half a millisecond on creating the class.
     """
 
     def as_dict(self) -> dict[str, int]:
@@ -238,7 +242,7 @@ class FeatureCounters:
 
 
 class Registrar(Protocol):
-    """The patch manager of one feature; all that it registers belongs to that feature."""
+    """The patch manager of one feature, to which all that it registers belongs."""
 
     def register_patch(
         self,
@@ -254,7 +258,7 @@ class Registrar(Protocol):
     ) -> None:
         """Declare a patch; see :meth:`ovpatch.PatchManager.register_patch`.
 
-        A text ``wrap="package.module:function"`` names the function. The module is imported when the target is
+        A string ``wrap="package.module:function"`` names the function. The module is imported when the target is
         wrapped, and the function gets the feature's options if it has a parameter ``options``.
         """
 
@@ -262,26 +266,29 @@ class Registrar(Protocol):
         """Declare an official hook; ``install`` is called at apply and its handle removed at revert."""
 
     def apply(self) -> None:
-        """Apply what was registered since :func:`ovpatch.apply`, all of it or nothing.
+        """Apply all patches that were registered since :func:`ovpatch.apply`, or none of them.
 
-        For patches that are needed only once the feature has work.
+        Use it for patches that are needed only once the feature has work.
 
         Raises:
-            PatchError: Something cannot be applied, or the feature has been turned off; nothing is applied then. See
+            PatchError: A patch cannot be applied, or the feature has been turned off. Nothing is applied then. See
                 :class:`ovpatch.PatchError`.
         """
 
 
 class FeatureSpecs:
-    """The hooks. :meth:`ovpatch_feature` and :meth:`ovpatch_register` are mandatory, the others optional."""
+    """The hooks. Only :meth:`ovpatch_feature` and :meth:`ovpatch_register` are mandatory."""
 
     @hookspec
     def ovpatch_feature(self) -> Feature:
-        """Return the description of the feature. Called once, before any other hook; must not import heavy modules."""
+        """Return the description of the feature.
+
+        ovpatch calls this once, before any other hook. It must not import heavy modules.
+        """
 
     @hookspec
     def ovpatch_reasons_against(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Return the reasons why the feature cannot run on this machine, or nothing.
+        """Return the reasons against running the feature on this machine; empty if it can run.
 
         Args:
             options: Resolved options of the feature, by name.
@@ -298,37 +305,40 @@ class FeatureSpecs:
 
     @hookspec
     def ovpatch_activate(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Called after all patches of the feature are applied. Returns remarks for the report, or nothing.
+        """Attach to live objects, and return remarks for the report, or nothing.
 
-        A remark tells the user, for example, that an object was built before ``apply()`` and stays stock.
+        ovpatch calls this after all patches of the feature are applied. A remark informs the user, for example, that an
+        object was built before ``apply()`` and falls back to torch.
         """
 
     @hookspec
     def ovpatch_deactivate(self) -> None:
-        """Called before the feature's patches are reverted: restore the stock behaviour of live objects.
+        """Restore the stock behaviour of live objects.
 
-        Also called after :meth:`ovpatch_activate` raised. If this hook raises, because live objects cannot be restored
-        now, the feature and its patches stay on, and ``revert()`` raises the error.
+        ovpatch calls this before it reverts the feature's patches, and after :meth:`ovpatch_activate` has raised. If
+        this hook raises because live objects cannot be restored now, the feature and its patches stay on, and
+        ``revert()`` raises the error.
         """
 
     @hookspec
     def ovpatch_counters(self) -> Mapping[str, int]:
         """Return the counters of the feature in this process, by name.
 
-        Counters ``stock_…`` count calls left to stock. If all others are zero, the feature did nothing.
+        Counters ``stock_…`` count calls that fell back to torch. If all remaining counters are zero, the feature did
+        nothing.
         """
 
     @hookspec
     def ovpatch_remarks(self) -> Sequence[str]:
-        """Return remarks on the run, for example which model fell back to stock, and why."""
+        """Return remarks on the run, for example the name of a model that fell back to torch, with the reason."""
 
     @hookspec
     def ovpatch_fits(
         self, names: Collection[str], counters: Mapping[str, Mapping[str, int]]
     ) -> str:
-        """Return the reason why the feature, which is off, would help this script; "" otherwise.
+        """Return the reason why the feature, which is off, would help this script; "" if it would not.
 
-        Called at the end of a process under ``ovpatch run``. It must not import heavy modules.
+        ovpatch calls this at the end of a process under ``ovpatch run``. It must not import heavy modules.
 
         Args:
             names: Names in the script's code: modules, attributes, names of arguments.
@@ -340,7 +350,7 @@ class FeatureSpecs:
 
 
 class FeatureHooks:
-    """The hooks of one feature, by name. Hashable, because pluggy keeps plugins in sets."""
+    """The hooks of one feature, by name. The object is hashable, because pluggy keeps plugins in sets."""
 
     def __init__(self, hooks: Mapping[str, Callable[..., Any]]) -> None:
         vars(self).update({name: hookimpl(hook) for name, hook in hooks.items()})
@@ -359,19 +369,19 @@ def make_feature_hooks(
 ) -> FeatureHooks:
     """Return the plugin object of a feature, which its entry point names.
 
-    Where a text is accepted, it is ``package.module:name``: that module is imported when the hook needs it, so that
-    describing the feature imports nothing else of it.
+    A string, if it is accepted, is ``package.module:name``. The module is imported when the hook needs it, so that
+    describing the feature imports no other module of the feature.
 
     Args:
         feature: The description.
         register: The hook ``ovpatch_register``.
-        counters: The counters of the feature, or the text that names them. Default: none.
+        counters: The counters of the feature, or the string that names them. Default: none.
         reasons_against: The hook ``ovpatch_reasons_against``. Default: none.
         activate: The hook ``ovpatch_activate``; it gets the options. Default: none.
-        deactivate: The hook ``ovpatch_deactivate``. A text is called only if something has imported its module,
-            because otherwise no live object has changed. Default: none.
-        remarks: The hook ``ovpatch_remarks``. A text is called only if something has imported its module. Default:
-            none.
+        deactivate: The hook ``ovpatch_deactivate``. A hook that a string names is called only if something has
+            imported its module, because otherwise no live object has changed. Default: none.
+        remarks: The hook ``ovpatch_remarks``. A hook that a string names is called only if something has imported its
+            module. Default: none.
         fits: The hook ``ovpatch_fits``. Default: none.
     """
     hooks: dict[str, Callable[..., Any]] = {
@@ -383,7 +393,7 @@ def make_feature_hooks(
     if fits is not None:
         hooks["ovpatch_fits"] = fits
     if counters is not None:
-        hooks["ovpatch_counters"] = lambda: _find_named(counters).as_dict()
+        hooks["ovpatch_counters"] = lambda: _load_named(counters).as_dict()
     if activate is not None:
         hooks["ovpatch_activate"] = (
             _call_with_options(activate) if isinstance(activate, str) else activate
@@ -394,8 +404,8 @@ def make_feature_hooks(
     return FeatureHooks(hooks)
 
 
-def _find_named(value: Any) -> Any:
-    """Return a value, or the value that a text ``package.module:name`` names."""
+def _load_named(value: Any) -> Any:
+    """Return a value, or the value that a string ``package.module:name`` names."""
     if not isinstance(value, str):
         return value
     module, _, name = value.partition(":")
@@ -403,8 +413,8 @@ def _find_named(value: Any) -> Any:
 
 
 def _call_with_options(text: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda options: _find_named(text)(options)
+    return lambda options: _load_named(text)(options)
 
 
 def _call_if_imported(text: str) -> Callable[[], Any]:
-    return lambda: _find_named(text)() if text.partition(":")[0] in sys.modules else None
+    return lambda: _load_named(text)() if text.partition(":")[0] in sys.modules else None

@@ -1,4 +1,4 @@
-"""The logger ``ovpatch``: silent without a handler, never on stdout."""
+"""The logger ``ovpatch``, which is silent without a handler and never writes to stdout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import os
 import sys
 from typing import Final
 
+# Without this handler, logging would print warnings of a library that the application has not configured.
 logger: Final = logging.getLogger("ovpatch")
 logger.addHandler(logging.NullHandler())
 
 _FORMAT: Final = "[ovpatch%(where)s] %(levelname)s: %(message)s"
 
 
-class _Where(logging.Filter):
-    """Adds the rank, if any, to a record."""
+class _RankFilter(logging.Filter):
+    """A filter that keeps all records and adds the rank, if any, to each."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        # The launcher may set RANK after this module was imported.
         rank = os.environ.get("RANK")
         record.where = f" rank {rank}" if rank is not None else ""
         return True
@@ -26,7 +28,7 @@ def make_stderr_handler() -> logging.Handler:
     """Return a handler that writes to stderr and names the rank."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT))
-    handler.addFilter(_Where())
+    handler.addFilter(_RankFilter())
     handler.set_name("ovpatch-stderr")
     return handler
 
@@ -42,10 +44,11 @@ def log_to_stderr(level: str) -> None:
 
 def log_visibly(message: str, level: int = logging.ERROR) -> None:
     """Log a message on stderr even if logging is not configured yet, as during ``import torch``."""
-    heard = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
-    if heard or logging.getLogger().handlers:
+    has_handler = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    if has_handler or logging.getLogger().handlers:
         logger.log(level, "%s", message)
         return
+    # The handler serves this message only, so that the script's own configuration stays in charge.
     handler = make_stderr_handler()
     logger.addHandler(handler)
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.preloaded import Server
 
 # Seconds until a test that hangs ends the whole run with the stacks of pytest's threads. The pool and the script runner
-# have shorter limits of their own and know more; this one is for everything else.
+# have shorter limits and know more. This limit is for everything else.
 HARD_LIMIT = pytest.StashKey[float]()
 STACKS_TO = pytest.StashKey[int]()
 
@@ -45,21 +45,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STACKS_TO] = os.dup(2)  # before pytest captures it
+    # Pytest captures stderr later, and the stacks must still go to the terminal.
+    config.stash[STACKS_TO] = os.dup(2)
     # The hard limit ends a worker of pytest-xdist, which would start another one to hang in the same test, eight times.
     if getattr(config.option, "maxworkerrestart", 0) is None:
         config.option.maxworkerrestart = "0"
-    # The width of whoever's terminal, in which tables fold. Under pytest-xdist it is there unasked: readline, which
-    # pytest imports, exports it to what the first process starts.
+    # Tables fold in the width of the terminal. Under pytest-xdist these variables are always set: pytest imports
+    # readline, which exports them to the children of the first process.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
     # Before torch is imported, here and in programs that tests start. Tests and their ranks share the cores: the
     # threads of each would wait for those that others keep from running, for seconds where the work takes some ms.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    gc.disable()  # until all tests are imported, see below: a seventh of that time
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # started in the background of a shell; all children inherit it
+    # The collector would take a seventh of the time for importing all tests. It is enabled again after that, see below.
+    gc.disable()
+    # A shell ignores SIGINT for a command in the background, and all children would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -134,9 +135,8 @@ _WORLDS = [
 ]
 
 
-@pytest.fixture(
-    scope="session", params=_WORLDS
-)  # so that tests of one world come after each other and share ranks
+# With this scope, pytest sorts tests by their number of ranks, and they share ranks.
+@pytest.fixture(scope="session", params=_WORLDS)
 def gpus(request: pytest.FixtureRequest) -> int:
     """A number of ranks, each with a GPU; where there are fewer, the test is skipped."""
     return int(request.param)

@@ -31,9 +31,8 @@ def test_flops_are_those_of_the_products_and_of_half_of_the_scores(size):
     shape = SIZES[size]
     tokens = torch.randint(0, shape.vocabulary, (shape.batch, shape.context))
     counted = products(Decoder(shape), tokens)
-    scores = (
-        12 * shape.layers * shape.context * shape.width * tokens.numel()
-    )  # two products, three times
+    # Attention has two GEMMs, each in the forward and twice in the backward.
+    scores = 12 * shape.layers * shape.context * shape.width * tokens.numel()
     assert flops_per_step(shape, tokens.numel()) == counted + scores / 2
 
 
@@ -42,9 +41,9 @@ def test_the_limit_computes_one_ranks_share(size):
     shape = SIZES[size]
     tokens = torch.randint(0, shape.vocabulary, (shape.batch, shape.context))
     model = Decoder(shape)
-    whole = products(model, tokens)
+    uncut = products(model, tokens)
     alone(model, 4)
-    assert products(model, tokens) == whole / 4
+    assert products(model, tokens) == uncut / 4
     assert model(tokens).shape == (shape.batch, shape.context, shape.vocabulary // 4)
     norms = sum(param.numel() for name, param in model.named_parameters() if "norm" in name)
     assert (
@@ -54,29 +53,30 @@ def test_the_limit_computes_one_ranks_share(size):
 
 
 def test_the_models_are_those_of_their_names():
-    assert parameters(SIZES["8b"]) == 8_030_261_248  # as Meta-Llama-3-8B has
+    # Meta-Llama-3-8B has this number of parameters.
+    assert parameters(SIZES["8b"]) == 8_030_261_248
     assert round(parameters(SIZES["3.8b"]) / 1e9, 1) == 3.9
 
 
-def told(*more: str) -> argparse.Namespace:
+def parse(*more: str) -> argparse.Namespace:
     return ablation.parser().parse_args([*SHORT, *more])
 
 
 def test_a_model_that_cannot_be_cut_is_refused():
-    assert not ablation.objection(told(), 4)
-    assert ablation.objection(told(), 3).endswith(
+    assert not ablation.objection(parse(), 4)
+    assert ablation.objection(parse(), 3).endswith(
         "does not divide 3 processes; start a multiple of it"
     )
     assert "the model's heads, groups, vocabulary, context;" in ablation.objection(
-        told("--tp=3"), 3
+        parse("--tp=3"), 3
     )
-    shape = ablation.shape_of(told("--layers=5", "--batch=7"))
+    shape = ablation.shape_of(parse("--layers=5", "--batch=7"))
     assert shape == dataclasses.replace(SIZES["tiny"], layers=5, batch=7)
 
 
 def run(file: str) -> list[dict[str, Any]]:
     """Run some arms once, as ``main`` does but for the process group."""
-    args = told(f"--json={file}", "--arms", *ARMS)
+    args = parse(f"--json={file}", "--arms", *ARMS)
     ablation.describe(args)
     mesh = ablation.mesh_of(args)
     rows: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def run(file: str) -> list[dict[str, Any]]:
         return rows[-1]
 
     ablation.alternate("ablation", args.arms, measured, args)
-    alive = sum(type(one) is Decoder for one in gc.get_objects())
+    alive = sum(type(value) is Decoder for value in gc.get_objects())
     return [*rows, {"shown": ablation.compared(rows, args), "alive": alive}]
 
 
@@ -114,9 +114,8 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
         assert arm["ddp"]["counters"]["models"] == 1, "each arm's own"
         assert arm["dist_optimizer"]["counters"]["grads_sharded"] > 0
         assert arm["tp_linear"]["counters"]["stock_calls"] == 0
-        assert (
-            arm["tp_linear"]["counters"]["shared_calls"] == 5 * SIZES["tiny"].layers * 5
-        )  # steps, and five linears
+        # Five linears of each layer share a gather, in five steps.
+        assert arm["tp_linear"]["counters"]["shared_calls"] == 5 * SIZES["tiny"].layers * 5
 
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = tables.ablation().splitlines()

@@ -64,7 +64,7 @@ def test_patches_that_come_late_are_the_features_and_go_with_it(site, session, a
     assert site.victim.f(1) == 11
     session.revert(())
     assert site.victim.f(1) == 1
-    with pytest.raises(PatchError, match="'a' has been turned off meanwhile"):
+    with pytest.raises(PatchError, match="'a' has been turned off during the call"):
         patches.apply()
     assert site.victim.f(1) == 1
     apply()
@@ -85,7 +85,7 @@ def test_patches_that_come_while_another_thread_turns_the_feature_off_are_taken_
         write(manager, *names)
 
     monkeypatch.setattr(PatchManager, "apply", write_behind_revert)
-    with pytest.raises(PatchError, match="turned off meanwhile"):
+    with pytest.raises(PatchError, match="turned off during the call"):
         patches.apply()
     assert site.victim.f(1) == 1
 
@@ -114,8 +114,8 @@ def test_revert_of_an_unknown_name(site, session, apply):
     [
         ([("a", {"n": 1})], r"options= is .*; write {feature: {option: value}} there"),
         ({"a": None}, r"options\['a'\] is None; write {option: value} there"),
-        ({1: {}}, "names are texts; got 1"),
-        ({"a": {2: 3}}, "names are texts; got 2"),
+        ({1: {}}, "names are strings; got 1"),
+        ({"a": {2: 3}}, "names are strings; got 2"),
         (
             {"a": {"n": 1}, "A": {"n": 2}},
             "options= has 'a' and 'A', which mean the same. Keep one of them",
@@ -131,7 +131,7 @@ def test_options_of_another_shape(site, apply, options, message):
 
 
 def test_names_are_given_one_by_one(apply):
-    with pytest.raises(ovpatch.SettingsError, match="one by one, as in apply"):
+    with pytest.raises(ovpatch.SettingsError, match="Pass each name as an argument"):
         apply(["a"])
 
 
@@ -228,7 +228,7 @@ def test_options_reach_the_plugin_and_the_report(site, apply, monkeypatch):
     site.plugin("a", feature=OPTION, register=ADD_N)
     report = apply(options={"a": {"amount": 5}})
     assert site.victim.f(1) == 6
-    assert report["a"].options["n"] == ovpatch.settings.options.OptionValue(5, "argument")
+    assert report["a"].options["n"] == ovpatch.settings.feature_options.OptionValue(5, "argument")
 
 
 def test_changed_options_apply_anew_and_unmentioned_ones_stay(site, apply):
@@ -347,7 +347,7 @@ def test_without_counters_the_calls_of_the_patches_count(site, session, apply):
     ("hook", "said"),
     [
         ("counters", "its counters cannot be read: cannot convert float infinity to integer"),
-        ("remarks", "ovpatch_remarks returned float, not a list of texts. Return a list"),
+        ("remarks", "ovpatch_remarks returned float, not a list of strings. Return a list"),
     ],
 )
 def test_a_hook_that_returns_nonsense_does_not_break_the_report(site, apply, hook, said):
@@ -468,7 +468,7 @@ def test_applied_restores_after_an_error(site, session):
 
 @pytest.mark.parametrize("error", [KeyError("from the block"), KeyboardInterrupt(), None])
 def test_a_block_ends_by_its_own_error(site, session, caplog, error):
-    """Features often cannot be turned off for the same cause. A log tells of that, where there is another error."""
+    """Features often cannot be turned off for the same cause. If the block raised, the log has that error instead."""
     extra = "@hookimpl\ndef ovpatch_deactivate():\n    raise RuntimeError('a peer has ended')"
     site.plugin("a", register=ADD.format(10), extra=extra)
     said = r"'a' cannot be turned off now and stays on: .*a peer has ended"

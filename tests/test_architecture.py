@@ -67,9 +67,10 @@ def walk(node: ast.AST, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
         yield from walk(child, eager and not inside and not typing)
 
 
-@functools.cache  # at the first use: every worker of pytest-xdist imports this file, and one runs its tests
+# The graph is made at its first use, because every worker of pytest-xdist imports this file and one runs its tests.
+@functools.cache
 def graph() -> dict[str, set[tuple[str, bool]]]:
-    """Return what each module imports, and whether at once."""
+    """Return the imports of each module, each with whether it runs when the module is imported."""
     return {
         name: set(imports(name, ast.parse(path.read_text(encoding="utf-8"))))
         for name, path in FILES.items()
@@ -109,7 +110,7 @@ def none_of(*packages: str, but: tuple[str, ...] = ()) -> Callable[[str, str, bo
     return lambda name, target, eager: within(target, *packages) and not within(target, *but)
 
 
-def of_another_plugin(name: str, target: str, eager: bool) -> bool:
+def is_of_another_plugin(name: str, target: str, eager: bool) -> bool:
     own = ".".join(name.split(".")[:2])
     return (
         within(target, "ovpatch_plugins")
@@ -156,7 +157,7 @@ COUNTED = (f"{PIPELINE}.pipeline_counters", f"{PIPELINE}.graph")
 ARROWS = {
     "plugins know only the specification and what features share": (
         ["ovpatch_plugins"], (), none_of("ovpatch", but=SHARED)),
-    "no plugin imports another, its package included": (["ovpatch_plugins"], (), of_another_plugin),
+    "no plugin imports another, its package included": (["ovpatch_plugins"], (), is_of_another_plugin),
     "overlap knows torch, where measurements are kept, and nothing of patches": (
         ["ovpatch.overlap"], (),
         none_of("ovpatch", "ovpatch_plugins", "wrapt", "pluggy", but=("ovpatch.overlap", "ovpatch.settings.settings"))),
@@ -263,9 +264,8 @@ def test_nobody_goes_round_in_circles():
 
 
 def test_inside_a_plugin_late_and_type_only_imports_make_no_circle_either():
-    files = {
-        name for name in of("ovpatch_plugins") if name.count(".") > 1
-    }  # without the faces, which load late
+    # The modules of entry points, which import their plugins late, are left out.
+    files = {name for name in of("ovpatch_plugins") if name.count(".") > 1}
     assert_no_circle(
         {name: {t for t, _ in graph()[name] if t in files and t != name} for name in files}
     )
@@ -412,9 +412,6 @@ def test_files_are_few():
 
 # --- names ---
 
-# Basenames of files that other rooms still share; a name that is unique by now may be deleted here.
-SHARED_BASENAMES = {"options", "plan", "report", "verify", "worker"}
-
 
 def test_basenames_are_unique():
     """A search for a file's name finds one file, in ``ovpatch`` and the plugins together."""
@@ -422,8 +419,7 @@ def test_basenames_are_unique():
     for name, path in FILES.items():
         if path.stem not in ("__init__", "__main__"):
             found.setdefault(path.stem, []).append(name)
-    repeated = {stem: names for stem, names in found.items() if len(names) > 1}
-    assert {stem: names for stem, names in repeated.items() if stem not in SHARED_BASENAMES} == {}
+    assert {stem: names for stem, names in found.items() if len(names) > 1} == {}
 
 
 # Functions that another module finds by their name, in each of several modules.
@@ -450,8 +446,8 @@ def test_public_functions_and_classes_have_a_name_of_their_own_in_a_layer():
 
 # --- tables ---
 
-# Module-level containers that are filled while the process runs. What is kept for a process group, a parameter or
-# another object of the script is in lifetimes.py; these are all others, each with its reason.
+# Module-level containers that are filled while the process runs. Values for a process group, a parameter or another
+# object of the script are in lifetimes.py. These are all remaining containers, each with its reason.
 TABLES = {
     "ovpatch.hookspecs:_failures": "by feature, dropped when the feature is turned off",
     "ovpatch.overlap.kernels.autotuner:_report_lines": "lines of the report",
@@ -462,10 +458,10 @@ TABLES = {
     "ovpatch.overlap.comm.lifetimes:_group_states": "group_state() itself",
     "ovpatch.overlap.kernels.copy_choice:_stuck": "memory that is never freed",
     "ovpatch.overlap.kernels.copy_sum_kernel:_compiled": "compiled kernels",
-    "ovpatch.overlap.data_parallel.fp32_accumulation:sums": "buckets ask whether it is empty, not each gradient",
+    "ovpatch.overlap.data_parallel.fp32_accumulation:sums": "buckets check whether it is empty, not each gradient",
     "ovpatch.overlap.kernels.symmetric_memory:_last": "the last use on each device",
     "ovpatch.overlap.tensors.lazy_tensor:_zeros": "a zero for each dtype and device",
-    "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook asks whether it is empty",
+    "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook checks whether it is empty",
     "ovpatch.patching.wrapper_chain:_skipped": "code objects that Dynamo skips once it is imported",
     "ovpatch.patching.target:_listeners": "by name of a module that is not imported yet",
     "ovpatch.session.worker_exit:_exit_actions": "actions of this process, in order",
@@ -477,17 +473,17 @@ TABLES = {
     "ovpatch_plugins.pipe_experts.all_to_all:_unsupported_reasons": "lines of the report",
     "ovpatch_plugins.pipeline.pipeline_report:_schedules": "the last schedules, for the report, which outlives them",
     "ovpatch_plugins.pipeline.pipeline_report:_stock_reasons": "lines of the report",
-    "ovpatch_plugins.pipeline.cutting.stage_tree:_classes": "subclasses, each made once",
+    "ovpatch_plugins.pipeline.cutting.stage_tree:_classes": "subclasses, each created on first use",
     "ovpatch.overlap.pipelining.edges:_stuck": "memory that is never freed",
     "ovpatch_plugins.recompute.recompute_report:_fallbacks": "lines of the report",
     "ovpatch_plugins.recompute.recompute_report:_models": "lines of the report",
     "ovpatch_plugins.recompute.recompute_report:_notes": "lines of the report",
     "ovpatch_plugins.recompute.recomputation:_pending": "flags of running backwards, which take them",
     "ovpatch_plugins.recompute.recompute_attach:_hook_handles": "the hook that notes modules, until revert()",
-    "ovpatch_plugins.recompute.recompute_attach:_wrapped": "classes, with what gives them their forward back",
+    "ovpatch_plugins.recompute.recompute_attach:_wrapped": "classes, each with the function that restores its forward",
     "ovpatch.overlap.tensor_parallel.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.tp_linear_feature:_settings": "the options",
-    "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
+    "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear reads it; an item ends with its gathered tensor",
     "ovpatch_plugins.tp_linear.tp_linear_attach:STOCK_REASONS": "names for the report",
 }
 
@@ -531,9 +527,9 @@ def test_what_is_kept_for_groups_and_parameters_is_in_one_place():
     text = "a = {}\nb: dict[int, int] = {}\nc = weakref.WeakSet()\nd = {1: 2}\ne = list(d)\nf = deque(maxlen=1)\n"
     assert list(tables(ast.parse(text))) == ["a", "b", "c", "f"]
     found = {
-        f"{name}:{one}"
+        f"{name}:{table}"
         for name, path in FILES.items()
-        for one in tables(ast.parse(path.read_text("utf-8")))
+        for table in tables(ast.parse(path.read_text("utf-8")))
     }
     assert found == set(TABLES)
 
@@ -628,7 +624,7 @@ def test_every_module_imports_alone_without_a_warning_and_most_without_torch(tmp
         env=clean(os.environ),
         capture_output=True,
         text=True,
-        timeout=patience.scale(600),  # a busy machine
+        timeout=patience.scale(600),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -672,7 +668,7 @@ def test_without_torch_distributed_and_triton_it_says_why_a_feature_is_off(tmp_p
         env=clean(os.environ) | {"OVPATCH": "all"},
         capture_output=True,
         text=True,
-        timeout=patience.scale(600),  # a busy machine
+        timeout=patience.scale(600),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

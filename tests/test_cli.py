@@ -213,7 +213,7 @@ def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, run
 @pytest.mark.parametrize("runner", ["verify", "bench"])
 @pytest.mark.parametrize("how", ["all at once", "one by one", "by a list"])
 def test_stock_is_not_compared_with_stock(command, monkeypatch, runner, how):
-    names = sorted(Session().plan(ask_machine=False).records)
+    names = sorted(Session().plan(should_check_machine=False).records)
     by_list = ",".join(f"-{name}" for name in names)
     one_by_one = {f"OVPATCH_{name.upper()}": "0" for name in names}
     off = {
@@ -386,7 +386,7 @@ def test_doctor_tells_what_apply_would_raise(command, site, monkeypatch):
     monkeypatch.setenv("OVPATCH_STRICT", "1")
     code, out, _ = command("doctor")
     assert code == 1
-    assert "PROBLEM: a was asked for by name (OVPATCH=+a) and is skipped: no such machine" in out
+    assert "PROBLEM: a was requested by name (OVPATCH=+a) and is skipped: no such machine" in out
     assert "applied" in out
 
 

@@ -137,7 +137,7 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(
     command, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(pipeline_command, "find_spec", lambda name: None)
-    monkeypatch.setattr(pipeline_command, "_ask", lambda question: pytest.fail("solved"))
+    monkeypatch.setattr(pipeline_command, "_plan_orders", lambda question: pytest.fail("solved"))
     code, _, err = command("--what-if", "p=2,m=2", "--picture", str(tmp_path / "best.png"))
     assert code == ExitCode.USAGE
     assert "ovpatch[plot]" in err
@@ -152,8 +152,8 @@ def test_two_directions_come_with_what_runs_them(command):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("p=2", "m= is no whole number"),
-        ("p=0,m=2", "p=0 is no whole number"),
+        ("p=2", "m= is no integer"),
+        ("p=0,m=2", "p=0 is no integer"),
         ("p=2,m=2,memroy=1x", "'memroy' is unknown.*did you mean.*memory"),
         ("p=2,m=2,memory=much", "memory=much is no number"),
         ("p=2,m=2,f=-1", "f=-1 is no number of at least 0"),
@@ -162,7 +162,7 @@ def test_two_directions_come_with_what_runs_them(command):
         ("p=1000,m=1000", "Give a smaller m"),
         (
             "p=3,m=7,placement=bidirectional",
-            "p=3 and m=7 cannot be divided into two directions.*even numbers",
+            "p=3 and m=7 cannot be split into the two directions.*even numbers",
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_command_without_a_pipeline_is_told_so(command, tmp_path):
         "--out", str(tmp_path / "out"), "--", *preloaded(), str(tmp_path / "train.py")
     )
     assert code == ExitCode.UNDECIDED
-    assert "no schedule of torch.distributed.pipelining was run" in err
+    assert "the feature ran no schedule of torch.distributed.pipelining" in err
 
 
 def test_a_command_or_a_question_is_needed(command, monkeypatch):

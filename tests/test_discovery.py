@@ -194,7 +194,8 @@ def test_a_broken_plugin_says_what_is_wrong_and_leaves_the_others_alone(
     site.plugin("a", **change)
     site.plugin("b")
     plugins = Plugins()
-    for _ in range(2):  # it is not half registered afterwards
+    # A second attempt fails the same, because the first left nothing registered.
+    for _ in range(2):
         with pytest.raises(PluginError, match=message) as error:
             plugins.load_feature(find()["a"])
     assert error.value.state == "failed"

@@ -1,4 +1,4 @@
-"""What the documentation says is true of the code: links, variables, options, quoted texts, and code that runs."""
+"""Checks of the documentation against the code: links, variables, options, quoted messages, and code that runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import ovpatch
 from benchmarks import figures, tables
 from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
-from ovpatch.settings.options import list_variables
+from ovpatch.settings.feature_options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support import patience
 from tests.support.environment import clean
@@ -97,12 +97,12 @@ def broken_links(page: Path) -> list[str]:
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
-        other = (page.parent / file).resolve() if file else page
-        outside = not other.is_relative_to(ROOT)
+        linked = (page.parent / file).resolve() if file else page
+        outside = not linked.is_relative_to(ROOT)
         if (
             outside
-            or not other.exists()
-            or (anchor and other.is_file() and anchor not in anchors(other))
+            or not linked.exists()
+            or (anchor and linked.is_file() and anchor not in anchors(linked))
         ):
             broken.append(target)
     return broken
@@ -255,7 +255,7 @@ SHORT_PAGES = (
     "timeline",
     "comparison",
     "troubleshooting",
-    *(f"features/{one}" for one in FEATURES),
+    *(f"features/{feature}" for feature in FEATURES),
 )
 SHORT = {"README.md": 450, **{f"docs/{page}.md": 600 for page in SHORT_PAGES}}
 
@@ -496,7 +496,7 @@ def test_every_patched_method_of_ddp_is_explained():
     assert sorted(set(named) - lacking) == sorted(targets)
 
 
-# --- quoted texts ---
+# --- quoted messages ---
 
 
 def test_the_quoted_error_is_the_one_that_is_raised(monkeypatch):
@@ -559,7 +559,8 @@ def test_shell_scripts_in_the_documentation_can_be_parsed():
         assert done.returncode == 0, done.stderr
 
 
-#: Pages whose blocks define what others call: they are imported as modules; those of the rest are run as they stand.
+#: Pages whose blocks define functions that other blocks call. These blocks are imported as modules; the blocks of all
+#: remaining pages run unchanged.
 MODULES = (
     f"{FEATURE_PAGES}/pipe_experts.md",
     f"{FEATURE_PAGES}/pipe_experts-reference.md",
@@ -615,7 +616,8 @@ SHAPES = {
     f"{FEATURE_PAGES}/pipeline.md": [(8, 8), (8, 8)],
     f"{FEATURE_PAGES}/tp_linear.md": [(3, 2, 4)],
     "CONTRIBUTING.md": [(1,)],
-    "docs/write-a-plugin.md": [],  # which tests/test_cli.py installs
+    # tests/test_cli.py installs the plugin of this page.
+    "docs/write-a-plugin.md": [],
 }
 
 
@@ -677,7 +679,7 @@ SOURCES = [
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield each docstring with the place where it stands."""
+    """Yield each docstring with its place."""
     for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -708,7 +710,7 @@ def test_options_in_docstrings_are_understood():
     assert any(place.endswith("api.py:apply") for place, _ in found)
     for place, options in found:
         try:
-            Session().plan(options=options, environ={}, ask_machine=False)
+            Session().plan(options=options, environ={}, should_check_machine=False)
         except ovpatch.SettingsError as error:
             pytest.fail(f"{place}: {error}")
 
@@ -727,7 +729,7 @@ def test_imports_in_docstrings_are_there():
 
 
 def test_settings_name_the_kind_of_value_of_every_option():
-    plan = Session().plan(environ={"OVPATCH": "all"}, ask_machine=False)
+    plan = Session().plan(environ={"OVPATCH": "all"}, should_check_machine=False)
     features = [record.feature for record in plan.records.values() if record.found.first_party]
     options = [option for feature in features for option in feature.options]
     unnamed = [

@@ -1,4 +1,7 @@
-"""The commands of the documentation: each runs in a test, here or elsewhere, or says why not; all options are real."""
+"""The commands of the documentation: each runs in a test, here or elsewhere, or has a reason against it.
+
+All options in the documentation must exist.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "OVPATCH=+recompute OVPATCH_RECOMPUTE_GRANULARITY=selective torchrun --nproc-per-node 2 "
         "train.py",
     ),
-    "here, one after the other": (
+    "here, sequentially": (
         "OVPATCH=0 torchrun --nproc-per-node 2 train.py > stock.txt",
         "OVPATCH=0 torchrun --nproc-per-node 2 train.py > stock-again.txt",
         "OVPATCH=1 torchrun --nproc-per-node 2 train.py > patched.txt",
@@ -180,7 +183,7 @@ def test_every_command_has_a_place_and_no_other():
     missing = [f"{page}: {command}" for page, command in found if command not in PLACE]
     assert not missing, "name in PLACES what runs it"
     assert set(PLACE) == {command for _, command in found}
-    assert sum(map(len, PLACES.values())) == len(PLACE), "a command stands twice"
+    assert sum(map(len, PLACES.values())) == len(PLACE), "a command is listed twice"
 
 
 def test_every_block_says_what_it_is():
@@ -209,10 +212,12 @@ def test_tests_that_run_commands_are_there_and_every_example_runs():
             file, name = place.split("::")
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
             (test,) = [
-                one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name
+                node
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and node.name == name
             ]
             rarely = "RARELY" in map(ast.unparse, test.decorator_list)
-            ran |= set() if rarely else {one for one in programs if one in file}
+            ran |= set() if rarely else {program for program in programs if program in file}
         elif place.startswith("here"):
             ran |= programs
     assert ran == {path.stem for path in ROOT.glob("examples/*.py")} - {"callbacks", "demo"}, (
@@ -249,7 +254,8 @@ def run_here(tmp_path, forks):
                 lambda match: shlex.join(preloaded(int(match[1]))), shlex.join(words)
             )
             where = {"OVPATCH_CACHE_DIR": str(tmp_path)}
-            alone = len(words) == 2  # as users start it: its interpreter, too
+            # Such a command starts as users start it, with its own interpreter.
+            alone = len(words) == 2
             start = (
                 [sys.executable, "-m", "ovpatch"]
                 if alone
@@ -289,8 +295,8 @@ def test_an_example_runs(run_here, command):
 
 
 @pytest.mark.slow
-def test_commands_run_one_after_the_other(run_here):
-    for command in PLACES["here, one after the other"]:
+def test_commands_run_sequentially(run_here):
+    for command in PLACES["here, sequentially"]:
         run_here(command)
 
 

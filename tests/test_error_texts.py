@@ -87,7 +87,7 @@ WITHOUT_REMEDY = {
     "ovpatch.patching.plan: {patch}: {found.error}": "quotes target.py, whose messages end with a remedy",
     "ovpatch.session.plugins: {hook} raised": "the error of a plugin's hook, which has its own remedy",
     "ovpatch.session.session: {name} cannot be turned off": "quotes the error of a plugin's hook with its remedy",
-    "ovpatch.settings.options: expected": _PARSED,
+    "ovpatch.settings.feature_options: expected": _PARSED,
     "ovpatch_plugins.ddp.ddp_options: expected": _PARSED,
     "ovpatch_plugins.dist_optimizer.dist_optimizer_options: expected": _PARSED,
     "ovpatch_plugins.pipe_experts: module {": _LOOKED_UP,

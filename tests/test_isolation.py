@@ -62,7 +62,7 @@ FAILURES = [
     (
         {"register": ADD.format(7), "extra": "@hookimpl\ndef ovpatch_activate():\n    return 5"},
         "failed",
-        "ovpatch_activate returned int, not a list of texts",
+        "ovpatch_activate returned int, not a list of strings",
     ),
     (
         {"feature": "options=(Option('p', 0, '', parse=lambda text: 1 / 0),)"},

@@ -52,7 +52,7 @@ def remove(monkeypatch: Any, module: str) -> None:
 
 
 def test_the_table_has_all_features(session):
-    records = session.plan(ask_machine=False, environ={"OVPATCH": "all"}).records
+    records = session.plan(should_check_machine=False, environ={"OVPATCH": "all"}).records
     assert NEEDS.keys() == FOUND.keys()
     for name, needs in NEEDS.items():
         feature = records[name].feature

@@ -20,10 +20,11 @@ from packaging.requirements import Requirement
 from tests.support import patience
 
 ROOT = Path(__file__).resolve().parent.parent
+# The names of packages by their folders.
 PACKAGES = {
     "ovpatch": "ovpatch",
     "plugins/ovpatch_plugins": "ovpatch_plugins",
-}  # folder -> the name it is imported by
+}
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +171,8 @@ def test_the_environment_of_the_tests_has_the_libraries_that_programs_need(metad
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "needs"
     ]
     needed = {ast.literal_eval(name) for call in calls for name in call.args}
-    assert needed | {"megatron-core"} == extra  # of which tests/plugins/megatron runs
+    # tests/plugins/megatron runs only with megatron-core.
+    assert needed | {"megatron-core"} == extra
 
 
 def test_the_installed_wheel_imports_and_is_found_by_torch(wheel, tmp_path):

@@ -26,7 +26,7 @@ from ovpatch.session.session_report import (
     to_plain_data,
 )
 from ovpatch.session.worker_reports import merge_reports
-from ovpatch.settings.options import OptionValue
+from ovpatch.settings.feature_options import OptionValue
 from tests.support.golden import check_golden
 
 
@@ -183,7 +183,7 @@ def test_gains_are_words_and_units():
 
 def test_every_shipped_feature_says_its_gains_by_counters_that_exist():
     found = Session().report(with_fits=False)
-    plan = Session().plan(environ={"OVPATCH": "all"}, ask_machine=False)
+    plan = Session().plan(environ={"OVPATCH": "all"}, should_check_machine=False)
     loaded = [record.feature for record in plan.records.values() if record.found.first_party]
     assert len(loaded) == len(found.features) >= 7
     for feature in loaded:
@@ -219,7 +219,7 @@ def main():
 
 
 def test_a_script_is_known_by_the_names_in_its_code_and_on_its_command_line(monkeypatch, tmp_path):
-    """Also in files beside it, but not in libraries: those name much that the script does not use."""
+    """Names in files of its folder count as well. Names in libraries do not, because the script uses few of them."""
     library = tmp_path / "site-packages"
     library.mkdir()
     for path in (tmp_path / "train.py", tmp_path / "helper.py", library / "library.py"):
@@ -331,7 +331,7 @@ def test_counters_are_summed_and_kept_by_process():
     )
     found = merged["features"][0]
     assert found["counters"] == {"n": 5, "m": 1}
-    assert [(one["rank"], one["counters"]) for one in found["processes"]] == [
+    assert [(process["rank"], process["counters"]) for process in found["processes"]] == [
         (0, {"n": 3, "m": 1}),
         (1, {"n": 2}),
     ]
@@ -368,7 +368,7 @@ def test_a_feature_that_one_process_does_not_have():
     merged = merge_reports(
         [report(feature("a"), feature("b"), rank=0), report(feature("a"), rank=1)]
     )
-    assert [one["name"] for one in merged["features"]] == ["a", "b"]
+    assert [row["name"] for row in merged["features"]] == ["a", "b"]
     assert merged["features"][1]["state"] == "unavailable"
     assert "not installed on rank 1" in merged["features"][1]["reason"]
 
@@ -381,7 +381,7 @@ def test_every_state_has_a_place_in_the_order():
 def test_options_that_differ_are_said():
     options = [{"size": OptionValue(value, "argument")} for value in (1, 2)]
     merged = merge_reports(
-        [report(feature(options=one), rank=rank) for rank, one in enumerate(options)]
+        [report(feature(options=values), rank=rank) for rank, values in enumerate(options)]
     )
     assert merged["features"][0]["options"]["size"] == {
         "value": 1,
@@ -460,7 +460,8 @@ def test_calls_of_patches_are_summed_and_states_kept_apart():
             report(rank=1, patches=(patch(calls=3), patch("m.g", PatchState.SKIPPED, 0))),
         ]
     )
-    assert [(one["target"], one["state"], one["calls"]) for one in merged["patches"]] == [
+    patches = [(patch["target"], patch["state"], patch["calls"]) for patch in merged["patches"]]
+    assert patches == [
         ("m.f", "applied", 5),
         ("m.g", "applied", 1),
         ("m.g", "skipped", 0),
@@ -468,8 +469,8 @@ def test_calls_of_patches_are_summed_and_states_kept_apart():
 
 
 def test_versions_that_differ_are_both_said():
-    other = {**report(rank=1), "torch": "2.11"}
-    assert merge_reports([report(rank=0), other])["torch"] == "2.13, 2.11"
+    older = {**report(rank=1), "torch": "2.11"}
+    assert merge_reports([report(rank=0), older])["torch"] == "2.13, 2.11"
 
 
 def test_nothing_to_merge():

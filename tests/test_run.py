@@ -225,7 +225,8 @@ def test_a_command_that_cannot_be_executed(here, tmp_path):
     plain = tmp_path / "plain"
     plain.write_text("")
     assert here("--", plain)[0] == 126
-    plain.chmod(0o755)  # executable, and still nothing that the system can execute
+    # The file is executable now, but its content is no program.
+    plain.chmod(0o755)
     assert here("--", plain)[0] == 126
 
 
@@ -284,7 +285,8 @@ def test_signals_are_forwarded_once(environ, tmp_path, name):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
-        start_new_session=True,  # no terminal, as under a scheduler
+        # The new session has no terminal, as under a scheduler.
+        start_new_session=True,
     )
     try:
         assert process.stdout.readline() == b"ready\n"

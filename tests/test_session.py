@@ -46,9 +46,8 @@ def test_apply_from_inside_a_hook_is_refused(site, session):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # Python's own warning of forks among threads
+# Python warns of forks in a process with threads.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_child_forked_while_another_thread_applies_does_not_hang(site):
     entered, go_on = threading.Event(), threading.Event()
     site.victim.wait = lambda: (entered.set(), go_on.wait(60))

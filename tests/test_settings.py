@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ovpatch.hookspecs import Feature, Option, make_count_parser, make_seconds_parser
-from ovpatch.settings import options, settings
-from ovpatch.settings.options import OptionValue
+from ovpatch.settings import feature_options, settings
+from ovpatch.settings.feature_options import OptionValue
 from ovpatch.settings.settings import SettingsError
 from tools import docs_table
 
@@ -36,7 +36,7 @@ def wish(name, asked=(), **environ):
 
 
 def resolve(arguments=None, **environ):
-    return options.resolve_options(DDP, arguments or {}, environ)
+    return feature_options.resolve_options(DDP, arguments or {}, environ)
 
 
 # --- the grammar of OVPATCH ---
@@ -66,7 +66,7 @@ def test_grammar(text, kind, names, without):
     ("texts", "message"),
     [
         (["ddp,-pipe", "+ddp,pipe"], "mixes plain and signed"),
-        (["1,ddp", "all,-ddp", "0,1", "on,all"], "stands alone"),
+        (["1,ddp", "all,-ddp", "0,1", "on,all"], "combines"),
         (["+", "-ddp,-", "+ddp, + "], "has a sign without a name"),
     ],
 )
@@ -306,13 +306,13 @@ def test_name_and_alias_may_agree_but_not_differ():
 
 
 def test_variables_must_belong_to_an_option_unless_the_plugin_is_not_imported():
-    options.check_variables(
+    feature_options.check_variables(
         {"OVPATCH_DDP_DEPTH": "1", "OVPATCH_DDP": "1", "OVPATCH_PIPE_X": "1"}, [DDP], ["pipe"]
     )
     with pytest.raises(
         SettingsError, match=r"OVPATCH_DDP_DPETH \(did you mean 'OVPATCH_DDP_DEPTH'\?\)"
     ):
-        options.check_variables({"OVPATCH_DDP_DPETH": "1"}, [DDP], ["pipe"])
+        feature_options.check_variables({"OVPATCH_DDP_DPETH": "1"}, [DDP], ["pipe"])
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_variables_must_belong_to_an_option_unless_the_plugin_is_not_imported():
 )
 def test_unsound_declarations(bad, message):
     with pytest.raises(ValueError, match=message):
-        options.check_declaration(Feature("f", "", options=bad))
+        feature_options.check_declaration(Feature("f", "", options=bad))
 
 
 # --- variables that could be read in two ways ---
@@ -338,7 +338,7 @@ CACHE = Feature("cache", "", options=(Option("dir", "", ""),))
 
 
 def test_two_options_with_one_variable_lose_both():
-    lost = options.find_clashes({"a": A, "a_b": A_B}, (), ("a", "a_b"))
+    lost = feature_options.find_clashes({"a": A, "a_b": A_B}, (), ("a", "a_b"))
     assert set(lost) == {"a", "a_b"}
     assert (
         "OVPATCH_A_B_C would be option 'b_c' of feature 'a' and option 'c' of feature 'a_b'"
@@ -347,23 +347,25 @@ def test_two_options_with_one_variable_lose_both():
 
 
 def test_ovpatch_keeps_its_own_variable():
-    assert set(options.find_clashes({"a": A, "a_b": A_B}, ("a",), ("a", "a_b"))) == {"a_b"}
+    assert set(feature_options.find_clashes({"a": A, "a_b": A_B}, ("a",), ("a", "a_b"))) == {"a_b"}
 
 
 def test_the_switch_of_a_feature_that_is_not_imported_clashes_too():
-    assert set(options.find_clashes({"a": A}, (), ("a", "a_b_c"))) == {"a", "a_b_c"}
-    assert set(options.find_clashes({"a": A, "a_b_c": A_B_C}, ("a",), ("a", "a_b_c"))) == {"a_b_c"}
+    assert set(feature_options.find_clashes({"a": A}, (), ("a", "a_b_c"))) == {"a", "a_b_c"}
+    assert set(feature_options.find_clashes({"a": A, "a_b_c": A_B_C}, ("a",), ("a", "a_b_c"))) == {
+        "a_b_c"
+    }
 
 
 def test_variables_of_ovpatch_are_reserved():
     assert (
         "OVPATCH_CACHE_DIR"
-        in options.find_clashes({"cache": CACHE}, ("cache",), ("cache",))["cache"]
+        in feature_options.find_clashes({"cache": CACHE}, ("cache",), ("cache",))["cache"]
     )
 
 
 def test_no_clash():
-    assert options.find_clashes({"a": A, "ddp": DDP}, (), ("a", "ddp", "pipe")) == {}
+    assert feature_options.find_clashes({"a": A, "ddp": DDP}, (), ("a", "ddp", "pipe")) == {}
 
 
 def test_a_value_that_is_no_truth_value_is_left_to_the_option_of_the_shorter_feature():
@@ -394,7 +396,7 @@ def test_generated_parts_of_the_documentation_are_in_sync(page):
 
 def test_the_table_has_every_variable_and_alias():
     table = docs_table.make_variables_table([DDP])
-    for name in (*settings.RESERVED, *options.list_variables(DDP)):
+    for name in (*settings.RESERVED, *feature_options.list_variables(DDP)):
         assert f"`{name}`" in table
     assert "| `OVPATCH_DDP_MODE` | `auto` `ring` `tree` | `auto` | Mode. |" in table
     assert "| `OVPATCH_DDP_OVERLAP` | `0` `1` | `1` | Overlap. |" in table

@@ -42,7 +42,8 @@ def own_frames(trace: TracebackType | None) -> list[str]:
     while trace is not None:
         found.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
-    return found[1:]  # without the test's
+    # The first frame belongs to the test.
+    return found[1:]
 
 
 def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str:
@@ -87,7 +88,8 @@ def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
     names = [feature.name for feature in ovpatch.report().features]
     with ovpatch.applied(options=options), contextlib.ExitStack() as stack:
         for name in names:
-            with contextlib.suppress(ovpatch.FeatureError):  # its package is not here
+            # The package that the feature patches may be missing.
+            with contextlib.suppress(ovpatch.FeatureError):
                 stack.enter_context(ovpatch.applied(name))
         if shard == "auto":
             from ovpatch_plugins.dist_optimizer.dist_optimizer_feature import _Registration
@@ -110,13 +112,14 @@ def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
 def look_at(chain: WrapperChain) -> dict[str, str]:
     wrong = {}
     path, original = chain.slot.path, chain.original
-    if chain.entry.function.__wrapped__ is not original:
+    if chain.dispatcher.function.__wrapped__ is not original:
         wrong[path] = "another original"
     for wrapper in chain.wrappers:
         problem = compare_signatures(original, wrapper.function)
-        with contextlib.suppress(ValueError):  # a function of C has no signature
+        # Functions written in C may have no signature.
+        with contextlib.suppress(ValueError):
             inspect.signature(original)
-            assert inspect.signature(chain.entry.function) == inspect.signature(original)
+            assert inspect.signature(chain.dispatcher.function) == inspect.signature(original)
             assert wrapper.patch.wrap is not None
             problem = problem or call_by_names(wrapper.patch.wrap, original)
         if problem:

@@ -34,7 +34,8 @@ SOURCES = {
 
 SLACK = 0.05
 
-Call = tuple[str, str, int]  # file, qualified name, first line
+# File, qualified name, first line.
+Call = tuple[str, str, int]
 
 
 def find_difference(name: str, measured: int, ceiling: int) -> str:

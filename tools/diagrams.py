@@ -109,7 +109,8 @@ def _draw_box(box: Box, height: float) -> str:
 
 
 def _draw_arrow(arrow: Arrow, start: Box, end: Box) -> str:
-    if start.row == end.row:  # side to side
+    # Boxes of one row are connected from side to side.
+    if start.row == end.row:
         left, right = sorted((start, end), key=lambda box: box.left)
         y = start.top + HEIGHT / 2
         x1, x2 = (left.right, right.left) if left is start else (right.left, left.right)
@@ -254,7 +255,7 @@ def ddp_step() -> str:
         "reducer of ddp",
         "process group",
     ]
-    each = "for each gradient"
+    condition = "for each gradient"
     return draw_sequence(
         "A step with ddp",
         participants,
@@ -263,8 +264,8 @@ def ddp_step() -> str:
             Message(ddp, reducer, "prepare_for_forward"),
             Message(script, ddp, "loss.backward()"),
             Note(reducer, "the first output is reached: the step begins"),
-            Message(reducer, reducer, "count its contribution", each),
-            Message(reducer, group, "bucket full: all_reduce", each),
+            Message(reducer, reducer, "count its contribution", condition),
+            Message(reducer, group, "bucket full: all_reduce", condition),
             Note(reducer, "end of backward"),
             Message(reducer, group, "what is left, and step flags"),
             Message(group, reducer, "wait"),
@@ -276,20 +277,20 @@ def ddp_step() -> str:
 def sharded_step() -> str:
     """Draw a step with ``dist_optimizer``."""
     participants = ["your script", "optimizer", "this rank's shards", "other ranks"]
-    script, optimizer, shards, others = participants
+    script, optimizer, shards, peers = participants
     return draw_sequence(
         "A step with dist_optimizer",
         participants,
         [
             Message(script, shards, "loss.backward()"),
-            Message(shards, others, "reduce_scatter, by bucket"),
+            Message(shards, peers, "reduce_scatter, by bucket"),
             Note(script, "p.grad is a lazy tensor"),
             Message(script, optimizer, "step()"),
             Message(optimizer, shards, "torch's step, on shards"),
-            Message(shards, others, "all_gather, by bucket"),
+            Message(shards, peers, "all_gather, by bucket"),
             Note(script, "parameters are pending"),
             Message(script, shards, "the next forward reads a parameter"),
-            Message(others, shards, "wait for its bucket"),
+            Message(peers, shards, "wait for its bucket"),
             Message(shards, script, "its new value"),
         ],
     )

@@ -2,10 +2,13 @@
 
     python tools/docs_table.py docs/settings.md docs/write-a-plugin.md docs/features/*-reference.md
 
-A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
-of all environment variables), ``options:FEATURE`` (that of a feature's options), ``fields:Feature`` or
-``fields:Option`` (that of the attributes in a docstring), ``versions`` (the table of ``versions.json`` beside the page)
-or the path of a file, relative to the page, which becomes a code block.
+A generated part is between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. The names are:
+
+- ``variables``: the table of all environment variables
+- ``options:FEATURE``: the table of a feature's options
+- ``fields:Feature``, ``fields:Option``: the table of the attributes in a docstring
+- ``versions``: the table of the file ``versions.json`` in the folder of the page
+- the path of a file, relative to the page: the file as a code block
 """
 
 from __future__ import annotations
@@ -137,7 +140,7 @@ def _generate(name: str, folder: Path) -> str:
         return make_variables_table()
     if name.startswith("options:"):
         return make_options_table(
-            next(one for one in _shipped() if one.name == name.partition(":")[2])
+            next(feature for feature in _shipped() if feature.name == name.partition(":")[2])
         )
     if name.startswith("fields:"):
         return make_fields_table({"Feature": Feature, "Option": Option}[name.partition(":")[2]])

@@ -192,7 +192,7 @@ FAULTS: Final = (
     ),
     Fault(
         "an option that was removed is accepted",
-        "ovpatch/settings/options.py",
+        "ovpatch/settings/feature_options.py",
         "if name in arguments or variable in environment:",
         "if False:",
         (_DDP_TESTS + "test_second_backwards.py",),

@@ -4,10 +4,10 @@
     python tools/run_commands.py features/ddp.md   # those of one page
     python tools/run_commands.py --list            # what would run, and what would not
 
-Each block runs in its own folder, in which ``train.py`` is a small program with ``ovpatch.apply()`` and
-``examples`` are those of the project. Where a page has eight ranks for ``train.py``, two run. What installs packages,
-needs containers, GPUs or traces, or is a target of make or a test by itself is left out. ``make test`` runs most of the
-others, with a launcher that costs less (``tests/test_docs_commands.py``).
+Each block runs in its own folder, in which ``train.py`` is a small program with ``ovpatch.apply()`` and ``examples``
+are the project's examples. If a page has eight ranks for ``train.py``, two run. Commands that install packages, need
+containers, GPUs or traces, or are a target of make or a test themselves, are left out. ``make test`` runs most of the
+remaining commands, with a launcher that costs less (``tests/test_docs_commands.py``).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops),
     )
     if arguments.json is not None:
-        worker_reports.save_json(arguments.json, _data(plan, runs, found))
+        worker_reports.save_json(arguments.json, _collect_data(plan, runs, found))
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
@@ -126,7 +126,7 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, Any]:
+def _collect_data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, Any]:
     return {
         "ovpatch": __version__,
         "command": list(plan.command),
@@ -144,23 +144,26 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
 
 
 def _explain(error: FailedError, out: Path | None) -> ExitCode:
-    """Print which run failed and how, and return the exit code."""
+    """Print the failed run and its failure, and return the exit code."""
     outcome = error.outcome
     is_ours = error.kind not in (STOCK, *rounds.PEERS) and not outcome.waits_in_tool
     code = ExitCode.PROBLEM if is_ours else ExitCode.UNDECIDED
-    if not outcome.code:  # it took too few steps
+    # The command succeeded, but took too few steps.
+    if not outcome.code:
         return _fail(f"{str(error).rstrip('.')}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep full logs with --out DIR."
     return _fail(
-        " ".join(filter(None, (f"{str(error).rstrip('.')}.", _whose(error.kind, outcome), where))),
+        " ".join(
+            filter(None, (f"{str(error).rstrip('.')}.", _explain_blame(error.kind, outcome), where))
+        ),
         code,
     )
 
 
-def _whose(kind: str, outcome: Outcome) -> str:
+def _explain_blame(kind: str, outcome: Outcome) -> str:
     if outcome.waits_in_tool:
         return ""
     if kind == STOCK:

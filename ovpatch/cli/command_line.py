@@ -75,12 +75,17 @@ def make_int_parser(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text} is fewer than {least}")
         return int(text)
 
-    parse.__name__ = "whole number"  # argparse shows it if int() fails
+    # argparse shows this name if int() fails.
+    parse.__name__ = "whole number"
     return parse
 
 
 def make_environment(features: str | None) -> dict[str, str]:
-    """Return the environment of the patched command, with ``features`` as ``OVPATCH``; SettingsError if they differ."""
+    """Return the environment of the patched command, with ``features`` as ``OVPATCH``.
+
+    Raises:
+        SettingsError: This process has another value of ``OVPATCH``.
+    """
     environment = dict(os.environ)
     already = environment.get("OVPATCH", "").strip()
     if features is not None and already and already != features:
@@ -94,17 +99,27 @@ def make_environment(features: str | None) -> dict[str, str]:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raise SettingsError if there is no command, or NotStartedError if it does not exist or cannot be executed."""
+    """Check that there is a command and that it can be executed.
+
+    Raises:
+        SettingsError: There is no command.
+        NotStartedError: The command does not exist or cannot be executed.
+    """
     if not command:
         raise SettingsError("no command given. Write it after two dashes: -- torchrun train.py")
     launch.check_executable(command)
 
 
 def check_settings(environment: Mapping[str, str]) -> FeaturePlan:
-    """Return the plan by an environment; SettingsError if a setting is wrong, FeatureError if a feature cannot load."""
+    """Return the plan that an environment leads to.
+
+    Raises:
+        SettingsError: A setting is wrong.
+        FeatureError: A feature cannot be loaded.
+    """
     from ovpatch.session.session import Session
 
-    plan = Session().plan(environ=environment, ask_machine=False)
+    plan = Session().plan(environ=environment, should_check_machine=False)
     plan.check_requests()
     return plan
 
@@ -116,7 +131,7 @@ def warn_of_near_misses(environment: Mapping[str, str], command: str) -> None:
 
 
 def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str]:
-    """Check settings, files and the command of ``verify`` and ``bench`` before anything runs; return the command."""
+    """Check settings, files and the command of ``verify`` and ``bench`` before anything runs. Return the command."""
     from ovpatch.insight import variants
 
     variants.check_autoload()
@@ -127,7 +142,7 @@ def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str
             "OVPATCH turns everything off, so there is nothing to compare. Unset it."
         )
     requests = [record.request for record in plan.records.values()]
-    # Otherwise the script may turn a feature on.
+    # A feature that the environment does not turn off may be turned on by the script.
     if requests and all(request.enforced and not request.on for request in requests):
         reasons = ", ".join(dict.fromkeys(request.reason for request in requests))
         raise SettingsError(

@@ -1,6 +1,6 @@
 """``ovpatch list`` and ``ovpatch doctor``: installed features, settings and problems on this machine.
 
-Both apply ovpatch in their own process, since a dry run would not find what patching finds.
+Both apply ovpatch in their own process, because some problems show only when functions are patched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ovpatch.session.session_report import (
     to_plain_data,
 )
 from ovpatch.settings import settings
-from ovpatch.settings.options import list_variables
+from ovpatch.settings.feature_options import list_variables
 
 _LIBRARIES: Final = (
     "wrapt",
@@ -136,7 +136,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _apply() -> tuple[dict[str, FeatureRecord], Report]:
-    """Apply in this process; features that cannot run are reported, not raised."""
+    """Apply in this process. Features that cannot run are in the report and raise no error."""
     # With OVPATCH_AUTO=1 this import applies in the same session.
     import torch  # noqa: F401
 
@@ -145,7 +145,12 @@ def _apply() -> tuple[dict[str, FeatureRecord], Report]:
 
 
 def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> dict[str, Any]:
-    """Return all findings as plain data: the records before anything was patched, and the report after applying."""
+    """Return all findings as plain data.
+
+    Args:
+        records: The features before anything was patched.
+        report: The report after applying.
+    """
     autoload = _explain_no_autoload()
     return {
         "versions": _find_versions(report),
@@ -255,7 +260,7 @@ def _list_problems(
         if feature.state in TROUBLE
     ]
     problems += [
-        f"{feature.name} was asked for by name ({records[feature.name].request.reason}) "
+        f"{feature.name} was requested by name ({records[feature.name].request.reason}) "
         f"and is skipped: {feature.reason}"
         for feature in report.features
         if feature.state == "skipped" and records[feature.name].request.by_name
@@ -304,7 +309,7 @@ def _list_parts(data: Mapping[str, Any], report: Report, *, full: bool) -> Itera
 
 
 def _explain_state(feature: FeatureReport) -> str:
-    """Return the reason for a state, and the remarks that are not about work: doctor trains nothing."""
+    """Return the reason for a state, and the remarks that are not about work, because doctor trains nothing."""
     remarks = [remark for remark in feature.remarks if remark not in IDLE]
     return "\n".join(filter(None, (feature.reason, *remarks)))
 

@@ -174,12 +174,12 @@ COMMANDS: Final = {
         },
     ),
 }
-# These return the exit code of the user's command if that fails.
+# The subcommands that return the exit code of the user's command if it fails.
 _PASSING: Final = ("run", "timeline")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand, by default that of ``sys.argv``, and return its exit code."""
+    """Run a subcommand, by default the subcommand in ``sys.argv``, and return its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in line if not word.startswith("-")), "")
     parser = _make_parser(chosen)
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        # No command is running that would get the signal itself.
+        # No command of the user is running, which would get the signal itself.
         print("ovpatch: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
@@ -223,7 +223,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors name the nearest option or subcommand."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; an unknown option is an error of the subcommand that it was given to."""
+        """Parse the arguments. An unknown option is an error of the subcommand that it was given to."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             choices: Any = next(

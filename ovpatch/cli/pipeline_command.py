@@ -1,8 +1,8 @@
-"""``ovpatch pipeline``: what orders of a pipeline cost.
+"""``ovpatch pipeline``: the costs of the orders of a pipeline.
 
-``--what-if`` answers from costs alone, before the pipeline runs: the planner simulates and solves. A command runs with
-``schedule=auto``, which measures and races all orders. Tables go to stdout, progress and remarks to stderr, the output
-of the command into a log.
+``--what-if`` needs given costs only, before the pipeline runs: the planner simulates and solves. A command runs with
+``schedule=auto``, which measures and races all orders. Tables go to stdout, progress and remarks to stderr, and the
+output of the command into a log.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
 
 _FEATURE: Final = "pipeline"
 _BIDIRECTIONAL: Final = "bidirectional"
-# The placements, and where an order of each can run.
+# The placements, each with the condition under which its orders can run.
 _PLACEMENTS: Final = {
     "straight": "each rank has one stage",
     "loop": "ScheduleInterleaved1F1B has two stages a rank",
     "vee": "ScheduleZBVZeroBubble has two stages a rank",
     _BIDIRECTIONAL: f"cut(placement={_BIDIRECTIONAL!r}) made the schedule",
 }
-_MOST_ACTIONS: Final = 100_000
-# F, B and W of transformer blocks on one H200, and a transfer of their activations over NVLink.
+# The number of forwards, backwards and weight gradients that a simulation takes some seconds for.
+_MAX_ACTIONS: Final = 100_000
+# The costs by the word of --what-if: name and default. The defaults are F, B and W of transformer blocks on one H200,
+# and a transfer of their activations over NVLink, in units of F.
 _COSTS: Final = {
     "f": ("forward", 1.0),
     "b": ("backward", 1.22),
@@ -85,24 +87,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Answer a question, or measure a command."""
+    """Compare the orders for given costs, or measure a command."""
     command = command_line.get_command(arguments.command)
     if (arguments.what_if is None) == (not command):
         raise SettingsError(
             "give either --what-if or a command. Write for example: ovpatch pipeline --what-if "
-            "p=8,m=32, or: "
-            "ovpatch pipeline -- torchrun train.py"
+            "p=8,m=32, or: ovpatch pipeline -- torchrun train.py"
         )
     if arguments.picture is not None:
         _check_picture(arguments.picture)
-    return _measure(arguments, command) if command else _answer(arguments)
+    return _measure(arguments, command) if command else _compare_orders(arguments)
 
 
 # --- a command ---
 
 
 def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Run a command until all orders have been raced, and print what was found."""
+    """Run a command until all orders have been raced, and print the result."""
     from ovpatch.insight import variants
 
     variants.check_autoload()
@@ -134,7 +135,7 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
             progress=_show_step,
         )
         if not plan_file.exists():
-            return _explain(outcome)
+            return _explain_missing_plan(outcome)
         plan = json.loads(plan_file.read_text(encoding="utf-8"))
     if arguments.json:
         print(json.dumps(plan, indent=1))
@@ -159,8 +160,8 @@ def _show_step(step: int) -> None:
         print(f"\rovpatch pipeline: step {step}", end="", file=sys.stderr, flush=True)
 
 
-def _explain(outcome: variants.Outcome) -> int:
-    """Say why there is no plan, and return the exit code."""
+def _explain_missing_plan(outcome: variants.Outcome) -> int:
+    """Print the reason for a missing plan, and return the exit code."""
     for failure in outcome.failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
     for remark in outcome.remarks.get(_FEATURE, ()):
@@ -170,19 +171,18 @@ def _explain(outcome: variants.Outcome) -> int:
         return ExitCode.INTERRUPTED
     if outcome.timed_out or outcome.code:
         end = outcome.describe_exit()
-        what = (
+        failure_text = (
             "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {end}"
         )
-        _say(f"{what}. How it ended:\n{outcome.read_failure()}")
+        _say(f"{failure_text}. How it ended:\n{outcome.read_failure()}")
         return outcome.code or ExitCode.PROBLEM
     if outcome.report is None:
-        _say("no process of the command loaded ovpatch. `ovpatch doctor` tells why.")
+        _say("no process of the command loaded ovpatch. Run `ovpatch doctor` for the reason.")
         return ExitCode.PROBLEM
     if not outcome.counters.get(_FEATURE, {}).get("steps"):
         _say(
-            "no schedule of torch.distributed.pipelining was run by the feature. Give a command "
-            "that trains with one; "
-            "the remarks above tell why one was left to stock."
+            "the feature ran no schedule of torch.distributed.pipelining. Give a command that "
+            "trains with one; the remarks above give the reason for each that fell back to torch."
         )
     else:
         _say(
@@ -191,33 +191,38 @@ def _explain(outcome: variants.Outcome) -> int:
     return ExitCode.UNDECIDED
 
 
-# --- a question ---
+# --- given costs ---
 
 
-def _answer(arguments: argparse.Namespace) -> int:
-    """Ask the plugin, and print what it answers."""
+def _compare_orders(arguments: argparse.Namespace) -> int:
+    """Print the costs of all orders for the costs of ``--what-if``."""
     question = parse_question(arguments.what_if)
-    answer = dict(_ask(question))
-    picture = answer.pop("picture", [])
+    result = dict(_plan_orders(question))
+    # The picture in letters repeats the timeline, so JSON goes without it.
+    picture = result.pop("picture", [])
     if arguments.json:
-        print(json.dumps({"question": question, **answer}, indent=1))
+        print(json.dumps({"question": question, **result}, indent=1))
     else:
-        answer["picture"] = picture
-        print(format_answer(question, answer, colour=wants_colour(sys.stdout)))
-    if answer["best"] is None:
+        result["picture"] = picture
+        print(format_answer(question, result, colour=wants_colour(sys.stdout)))
+    if result["best"] is None:
         print("ovpatch pipeline: no order fits. Raise memory, as in memory=1x", file=sys.stderr)
         return ExitCode.PROBLEM
     if arguments.picture is not None:
-        best = answer["rows"][answer["best"]]
+        best = result["rows"][result["best"]]
         numbers = f"bubble {100 * best['bubble']:.1f}%, memory {best['memory']:.2f}x"
-        title = f"{_name(best)}, {best['placement']}: {numbers}"
-        pipeline_plan.draw_order(answer["timeline"], title, "units of m(F+B+W)", arguments.picture)
+        title = f"{_format_order(best)}, {best['placement']}: {numbers}"
+        pipeline_plan.draw_order(result["timeline"], title, "units of m(F+B+W)", arguments.picture)
         _say(f"written: {arguments.picture}")
     return ExitCode.OK
 
 
 def parse_question(text: str) -> dict[str, Any]:
-    """Parse ``p=8,m=32,memory=1.5x,f=1,b=1.2,w=1,c=0.02``; raise SettingsError if a word or its value cannot be."""
+    """Parse ``p=8,m=32,memory=1.5x,f=1,b=1.2,w=1,c=0.02``.
+
+    Raises:
+        SettingsError: A word is unknown, or its value cannot be parsed or is impossible.
+    """
     words: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -228,16 +233,21 @@ def parse_question(text: str) -> dict[str, Any]:
                 f"{', '.join(_WORDS)}."
             )
         words[name] = value.strip()
-    question: dict[str, Any] = {"ranks": _whole(words, "p"), "microbatches": _whole(words, "m")}
-    memories = _parts(words, "memory", "1x/1.5x/2x")
-    question["memory"] = [_number("memory", part.removesuffix("x"), 0.01) for part in memories]
-    question["placements"] = _parts(words, "placement", "straight/vee")
+    question: dict[str, Any] = {
+        "ranks": _parse_count(words, "p"),
+        "microbatches": _parse_count(words, "m"),
+    }
+    memories = _split_choices(words, "memory", "1x/1.5x/2x")
+    question["memory"] = [
+        _parse_number("memory", part.removesuffix("x"), 0.01) for part in memories
+    ]
+    question["placements"] = _split_choices(words, "placement", "straight/vee")
     for placement in question["placements"]:
         if placement not in _PLACEMENTS:
             raise SettingsError(
                 f"--what-if: placement={placement} is "
                 f"unknown{suggest_name(placement, _PLACEMENTS)}. "
-                f"Write some of {'/'.join(_PLACEMENTS)}."
+                f"Write one or more of {'/'.join(_PLACEMENTS)}."
             )
     odd = [
         f"{word}={question[name]}"
@@ -246,36 +256,35 @@ def parse_question(text: str) -> dict[str, Any]:
     ]
     if odd and _BIDIRECTIONAL in question["placements"]:
         raise SettingsError(
-            f"--what-if: {' and '.join(odd)} cannot be divided into two directions, as "
-            f"placement={_BIDIRECTIONAL} has "
-            "them. Give even numbers, or leave that placement out."
+            f"--what-if: {' and '.join(odd)} cannot be split into the two directions of "
+            f"placement={_BIDIRECTIONAL}. Give even numbers, or leave that placement out."
         )
     for word, (name, default) in _COSTS.items():
-        question[name] = _number(word, words.get(word, str(default)), 0.0)
+        question[name] = _parse_number(word, words.get(word, str(default)), 0.0)
     if question["forward"] + question["backward"] + question["weight"] <= 0:
         raise SettingsError("--what-if: f, b and w are all 0. Give times above 0.")
-    if question["ranks"] * question["microbatches"] * 3 > _MOST_ACTIONS:
+    if question["ranks"] * question["microbatches"] * 3 > _MAX_ACTIONS:
         raise SettingsError(
-            f"--what-if: p times m is above {_MOST_ACTIONS // 3}. Give a smaller m: bubbles fall "
+            f"--what-if: p times m is above {_MAX_ACTIONS // 3}. Give a smaller m: bubbles fall "
             "as 1/m."
         )
     return question
 
 
-def _parts(words: Mapping[str, str], name: str, default: str) -> list[str]:
+def _split_choices(words: Mapping[str, str], name: str, default: str) -> list[str]:
     return list(dict.fromkeys(filter(None, words.get(name, default).split("/"))))
 
 
-def _whole(words: Mapping[str, str], name: str) -> int:
+def _parse_count(words: Mapping[str, str], name: str) -> int:
     text = words.get(name, "")
     if not text.isdecimal() or int(text) < 1:
         raise SettingsError(
-            f"--what-if: {name}={text} is no whole number above 0. Write for example p=8,m=32."
+            f"--what-if: {name}={text} is no integer above 0. Write for example p=8,m=32."
         )
     return int(text)
 
 
-def _number(name: str, text: str, least: float) -> float:
+def _parse_number(name: str, text: str, least: float) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -288,18 +297,18 @@ def _number(name: str, text: str, least: float) -> float:
     return value
 
 
-def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
-    shown = sys.stderr.isatty()
+def _plan_orders(question: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_terminal = sys.stderr.isatty()
 
-    def progress(done: float) -> None:
-        if shown:
+    def show_progress(done: float) -> None:
+        if is_terminal:
             print(
                 f"\rovpatch pipeline: solving, {100 * done:3.0f}%",
                 end="\n" if done >= 1 else "",
                 file=sys.stderr,
             )
 
-    return what_if.plan(question, progress)
+    return what_if.plan(question, show_progress)
 
 
 def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, colour: bool) -> str:
@@ -318,7 +327,7 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
     for index, row in enumerate(answer["rows"]):
         remark = "best" if index == answer["best"] else "" if row["fits"] else "too large"
         table.add_row(
-            _name(row),
+            _format_order(row),
             row["placement"],
             f"{row['memory']:.2f}x",
             f"{row['step']:.3f}",
@@ -343,18 +352,18 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
     lines += [f"no order is below {bounds}"] if bounds else []
     if answer["best"] is not None:
         best = answer["rows"][answer["best"]]
-        lines += ["", f"{_name(best)}, {best['placement']} (a dot: the rank waits):"]
+        lines += ["", f"{_format_order(best)}, {best['placement']} (a dot: the rank waits):"]
         lines += [f"  rank {rank}  {letters}" for rank, letters in enumerate(answer["picture"])]
         lines += ["", *_list_settings(answer["rows"], best)]
     return "\n".join(lines)
 
 
 def _list_settings(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[str]:
-    """Return how to run the best order, and then the best order of each other placement."""
+    """Return the settings for the best order, and for the best order of each remaining placement."""
     if not best["setting"]:
         where = _PLACEMENTS[best["placement"]]
         return [
-            f"no order is faster than torch's own {_name(best)}: leave the feature off where "
+            f"no order is faster than torch's own {_format_order(best)}: leave the feature off where "
             f"{where}"
         ]
     shortest: dict[str, Mapping[str, Any]] = {best["placement"]: best}
@@ -365,13 +374,13 @@ def _list_settings(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -
     for placement, row in shortest.items():
         setting = " ".join(f"{variable}={value}" for variable, value in row["setting"].items())
         lines.append(
-            f"to run {_name(row)} where {_PLACEMENTS[placement]}: "
+            f"to run {_format_order(row)} where {_PLACEMENTS[placement]}: "
             f"{setting or 'leave the feature off'}"
         )
     return lines
 
 
-def _name(row: Mapping[str, Any]) -> str:
+def _format_order(row: Mapping[str, Any]) -> str:
     order = str(row["order"])
     return order if row["limit"] is None else f"{order} for {row['limit']:g}x"
 

@@ -39,7 +39,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the report in a file; SettingsError if there is none."""
+    """Return the report in a file.
+
+    Raises:
+        SettingsError: The file has no report.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
 """``ovpatch timeline``: records a few steps of an unmodified command and shows its exposed communication.
 
-Tables go to stdout; progress, remarks and ovpatch's report to stderr; the output of the command into a log.
+Tables go to stdout, progress, remarks and ovpatch's report to stderr, and the output of the command into a log.
 
-The user's browser shows a trace by Perfetto's page, https://ui.perfetto.dev, which fetches it from this machine. The
-page computes in the browser, and its own security policy lets it read from ``127.0.0.1:9001`` and from no other local
+The user's browser shows a trace by Perfetto's page, https://ui.perfetto.dev, which fetches the trace from this machine.
+The page computes in the browser. Its own security policy lets it read from ``127.0.0.1:9001`` and from no other local
 address.
 """
 
@@ -45,20 +45,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         data = self.server.trace.read_bytes()
-        self._begin(200)
+        self._send_status(200)
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-        self.server.fetched = True
+        self.server.is_fetched = True
 
     def do_OPTIONS(self) -> None:
-        """Allow the request, which a browser checks before a public page reads from this machine."""
-        self._begin(204)
+        """Allow the page to read. Browsers send this request before a public page reads from this machine."""
+        self._send_status(204)
         self.send_header("Access-Control-Allow-Private-Network", "true")
         self.end_headers()
 
-    def _begin(self, status: int) -> None:
+    def _send_status(self, status: int) -> None:
         self.send_response(status)
         self.send_header("Access-Control-Allow-Origin", PAGE)
         self.send_header("Cache-Control", "no-cache")
@@ -68,10 +68,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(HTTPServer):
-    """Serves one file on this machine until it was fetched."""
+    """A server of one file for the browser on this machine."""
 
     def __init__(self, trace: Path) -> None:
-        self.trace, self.fetched = trace, False
+        self.trace = trace
+        # Whether the browser has fetched the file, after which the server can end.
+        self.is_fetched = False
         super().__init__(("127.0.0.1", PORT), _Handler)
 
 
@@ -94,11 +96,13 @@ def show(trace: Path) -> str:
     with server:
         browser.open(f"{PAGE}/#!/?url=http://127.0.0.1:{server.server_port}/{trace.name}")
         end = time.monotonic() + _FETCH_TIMEOUT_S
-        while not server.fetched and (left := end - time.monotonic()) > 0:
-            server.timeout = left
+        while not server.is_fetched and (remaining := end - time.monotonic()) > 0:
+            server.timeout = remaining
             server.handle_request()
     return (
-        f"shown at {PAGE}" if server.fetched else f"the browser did not fetch the trace; {by_hand}"
+        f"shown at {PAGE}"
+        if server.is_fetched
+        else f"the browser did not fetch the trace; {by_hand}"
     )
 
 
@@ -166,10 +170,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Record or read, write everything out, and print the tables."""
-    pattern = _pattern(arguments.communication)
+    pattern = _compile_pattern(arguments.communication)
     output = Output(arguments.out, picture=not arguments.no_picture)
     if _are_traces(arguments.rest):
-        recordings, code = list(_read(arguments, pattern)), int(ExitCode.OK)
+        recordings, code = list(_read_recordings(arguments, pattern)), int(ExitCode.OK)
         output.check_inputs(lanes.path for recording in recordings for lanes in recording.run.ranks)
         output.prepare_folder(keep_runs=True)
     else:
@@ -186,13 +190,13 @@ def main(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
+def _compile_pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
         raise SettingsError(
-            f"--communication {text}: not a regular expression ({error}). Quote what it has of "
-            "()[]*+?.|"
+            f"--communication {text}: not a regular expression ({error}). Quote any of its "
+            "characters ()[]*+?.|"
         ) from error
 
 
@@ -200,38 +204,44 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Return whether the arguments are traces or their folders; SettingsError for a mixture."""
-    named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
-    if named[:1] == [True] and not all(named):
-        other = rest[named.index(False)]
+    """Return whether the arguments are traces or their folders.
+
+    Raises:
+        SettingsError: The first argument is a trace, and another argument is none.
+    """
+    are_traces = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
+    if are_traces[:1] == [True] and not all(are_traces):
+        word = rest[are_traces.index(False)]
         raise SettingsError(
-            f"{rest[0]} is a trace and {other} is none. Put options before traces, and -- before a "
+            f"{rest[0]} is a trace and {word} is none. Put options before traces, and -- before a "
             "command."
         )
-    return bool(named) and all(named)
+    return bool(are_traces) and all(are_traces)
 
 
-def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Iterator[Recording]:
+def _read_recordings(
+    arguments: argparse.Namespace, pattern: re.Pattern[str] | None
+) -> Iterator[Recording]:
     from ovpatch.insight.timeline.tracks import read_all_ranks
 
     words = [[word] for word in arguments.rest] if arguments.compare else [arguments.rest]
     if arguments.compare and len(words) != 2:
         raise SettingsError(
             "--compare takes two folders of traces (or two traces), stock first; "
-            f"{len(arguments.rest)} were given. "
-            "Write: ovpatch timeline --compare stock/ patched/"
+            f"{len(arguments.rest)} were given. Write: ovpatch timeline --compare stock/ patched/"
         )
     for name, own in zip(
         ("stock", "patched") if arguments.compare else ("recorded",), words, strict=True
     ):
         run = make_run(
-            name, read_all_ranks([path for word in own for path in _files(Path(word))], pattern)
+            name,
+            read_all_ranks([path for word in own for path in _list_traces(Path(word))], pattern),
         )
         yield Recording(run, remarks=tuple(f"{run.name}: {remark}" for remark in run.remarks))
 
 
-def _files(path: Path) -> list[Path]:
-    """Return a trace, or the traces in a folder: ours if there are any, else every JSON file."""
+def _list_traces(path: Path) -> list[Path]:
+    """Return a trace, or the traces in a folder: our own traces if it has any, otherwise every JSON file."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("trace-rank*.json*")) or sorted(
@@ -251,13 +261,13 @@ def _files(path: Path) -> list[Path]:
 def _record(
     arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
 ) -> tuple[list[Recording], int]:
-    """Run each variant and read its traces; a failed variant is shown up to its failure."""
+    """Run each variant and read its traces. A failed variant is shown up to its failure."""
     from ovpatch.insight import variants
 
     command = command_line.get_command(arguments.rest)
-    wanted = _wanted(arguments)
+    wanted = _get_recorded_steps(arguments)
     variants.check_autoload()
-    chosen = _variants(arguments, wanted)
+    chosen = _choose_variants(arguments, wanted)
     command_line.check_command(command)
     output.prepare_folder(keep_runs=False)
     recordings, code, failed = [], int(ExitCode.OK), False
@@ -285,11 +295,9 @@ def _record(
     return recordings, code
 
 
-def _wanted(arguments: argparse.Namespace) -> range:
+def _get_recorded_steps(arguments: argparse.Namespace) -> range:
     if arguments.step < 2:
-        raise SettingsError(
-            f"--step {arguments.step}: step 1 has no border before it. Give 2 or more."
-        )
+        raise SettingsError(f"--step {arguments.step}: step 1 has no start marker. Give 2 or more.")
     if arguments.steps < 1:
         raise SettingsError(
             f"--steps {arguments.steps}: nothing would be recorded. Give 1 or more."
@@ -297,7 +305,7 @@ def _wanted(arguments: argparse.Namespace) -> range:
     return range(arguments.step, arguments.step + arguments.steps)
 
 
-def _variants(arguments: argparse.Namespace, wanted: range) -> list[Variant]:
+def _choose_variants(arguments: argparse.Namespace, wanted: range) -> list[Variant]:
     from ovpatch.insight.variants import STOCK, Variant
 
     details = {"step": wanted[0], "steps": len(wanted)}
@@ -308,16 +316,14 @@ def _variants(arguments: argparse.Namespace, wanted: range) -> list[Variant]:
     command_line.warn_of_near_misses(environment, "timeline")
     off = settings.read_environment(environment).selection.kind == "nothing"
     if off and arguments.compare:
-        raise SettingsError(
-            "--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH."
-        )
+        raise SettingsError("--compare with OVPATCH=0 would compare two stock runs. Unset OVPATCH.")
     if off:
         return [Variant("stock", STOCK, details)]
     return [Variant("stock", STOCK, details), patched] if arguments.compare else [patched]
 
 
 def _judge(outcome: Outcome) -> int:
-    """Print the report and the problems of a variant; return its exit code."""
+    """Print the report and the problems of a variant, and return its exit code."""
     if outcome.variant.patched and outcome.report is not None:
         _say(
             f"{outcome.variant.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}"
@@ -337,8 +343,8 @@ def _judge(outcome: Outcome) -> int:
         _say(f"{name}: the command ended with {end}; see {outcome.log}\n{outcome.read_failure()}")
     elif outcome.variant.patched and not outcome.applied:
         _say(
-            f"{outcome.variant.name}: no feature of ovpatch was on in every process. `ovpatch "
-            "doctor` tells why."
+            f"{outcome.variant.name}: no feature of ovpatch was on in every process. Run `ovpatch "
+            "doctor` for the reason."
         )
         return ExitCode.PROBLEM
     return outcome.code or (

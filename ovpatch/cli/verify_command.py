@@ -1,4 +1,4 @@
-"""``ovpatch verify``: whether a command computes the same stock and patched.
+"""``ovpatch verify``: compares the values that a command computes stock and patched.
 
 Both runs use the same seeds and are compared step by step on every rank
 (:mod:`ovpatch.insight.verify`). The result goes to stdout, progress to stderr, and the output of

@@ -30,11 +30,12 @@ class Difference:
 
     # Largest absolute difference between finite values, 0.0 if there is none.
     max_abs: float = 0.0
-    finite: bool = (
-        True  # False if one side is NaN or infinite where the other is not, or of the other sign
-    )
-    first: tuple[int, ...] | None = None  # index of the first difference, if any
-    values: tuple[Scalar, Scalar] | None = None  # the two values at that index
+    # False if at some index only one side is NaN or infinite, or both are infinite with opposite signs.
+    finite: bool = True
+    # Index of the first difference, if any.
+    first: tuple[int, ...] | None = None
+    # The two values at that index.
+    values: tuple[Scalar, Scalar] | None = None
 
     @property
     def size(self) -> float:
@@ -45,8 +46,8 @@ class Difference:
 def measure_difference(a: Any, b: Any) -> Difference:
     """Compare two numbers of one kind, or two strided tensors of one dtype and shape, perhaps on different devices.
 
-    Complex values are compared component by component, integers exactly, whatever their size. No huge tensor is widened
-    as a whole.
+    Complex values are compared component by component, integers exactly, whatever their size. Huge tensors are
+    widened in chunks.
     """
     if isinstance(a, torch.Tensor):
         return _tensors(a, b)
@@ -128,9 +129,8 @@ def _compare_chunk(a: torch.Tensor, b: torch.Tensor) -> Difference:
     if not unequal.any():
         return Difference()
     distance = (x.to(torch.float64) - y.to(torch.float64)).abs_()
-    finite = (
-        distance.isfinite()
-    )  # NaN or infinite on one side only, opposite infinities, or an overflow
+    # A distance is not finite if one side alone is NaN or infinite, for opposite infinities, and after an overflow.
+    finite = distance.isfinite()
     all_finite = not bool((unequal & ~finite).any())
     # Where both are NaN or the same infinity, the distance is NaN, and the values are equal.
     largest = float(distance.masked_fill_(~(unequal & finite), 0.0).max().item())
@@ -162,15 +162,18 @@ class Verdict(str, Enum):
 class Row:
     """One value of the comparison."""
 
-    name: str  # dotted name
+    # The dotted name of the value.
+    name: str
     verdict: Verdict
     # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
     # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
     # Largest difference within noise; None if none is tolerated or nothing differs.
     allowed: float | None = None
-    first_index: tuple[int, ...] | None = None  # index of the first value that differs
-    note: str = ""  # the difference in words
+    # Index of the first value that differs.
+    first_index: tuple[int, ...] | None = None
+    # The difference in words.
+    note: str = ""
     # Name of the rule that decided; "" if the verdict follows from the equality rule alone.
     rule: str = ""
 

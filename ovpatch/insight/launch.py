@@ -20,25 +20,25 @@ from ovpatch.exit_codes import ExitCode
 _END_TIMEOUT_S: Final = 1.5
 
 
-def end_processes(entry: str) -> None:
-    """End every process with an entry, such as ``NAME=value``, in its environment: wait, then SIGTERM, then SIGKILL.
+def end_processes(variable: str) -> None:
+    """End every process with a variable, written ``NAME=value``, in its environment: wait, then SIGTERM, then SIGKILL.
 
-    A tool cuts a run off at a step by ``os._exit``, so data loaders' workers and other children of the script survive.
-    All of them inherit the command's environment, in whatever session they are.
+    A tool ends a run at a step by ``os._exit``, so workers of data loaders and other children of the script survive.
+    All of them inherit the command's environment, whatever their session is.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if _wait(lambda: not find_processes(entry), _END_TIMEOUT_S):
+        if _wait(lambda: not find_processes(variable), _END_TIMEOUT_S):
             return
-        for pid in find_processes(entry):
+        for pid in find_processes(variable):
             send_signal(pid, number)
     # A killed process exists until the system has reaped it.
-    _wait(lambda: not find_processes(entry), _END_TIMEOUT_S)
+    _wait(lambda: not find_processes(variable), _END_TIMEOUT_S)
 
 
-def find_processes(entry: str) -> list[int]:
-    """Return the ids of all other processes that started with an entry in their environment."""
+def find_processes(variable: str) -> list[int]:
+    """Return the ids of all other processes that started with a variable, written ``NAME=value``."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if pid != os.getpid() and entry.encode() in _environment(pid)]
+    return [pid for pid in pids if pid != os.getpid() and variable.encode() in _environment(pid)]
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -50,7 +50,8 @@ def send_signal(pid: int, number: int) -> None:
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or of another user
+    # The process has ended, or belongs to another user.
+    except OSError:
         return []
 
 
@@ -65,7 +66,8 @@ def _wait(done: Callable[[], bool], timeout_s: float) -> bool:
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED: Final = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
-_POLL: Final = 0.5  # seconds between ticks
+# Seconds between ticks.
+_POLL: Final = 0.5
 # Seconds for the system to end killed processes.
 _DYING: Final = 5.0
 # Seconds; torchrun gives its workers 30 before it kills them.
@@ -77,7 +79,8 @@ class NotStartedError(Exception):
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # the exit code of a shell in this case
+        # The exit code of a shell in this case.
+        self.exit_code = exit_code
 
 
 def check_executable(command: Sequence[str]) -> None:
@@ -104,10 +107,12 @@ class Command:
     def __init__(self, *, own_session: bool) -> None:
         self._own_session = own_session
         self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []  # signals that arrived before the start
+        # Signals that arrived before the start.
+        self._early: list[int] = []
         # The forwarded signal that should end the command, if any.
         self.interrupted: signal.Signals | None = None
-        self.asked = 0  # number of such signals
+        # The number of signals to end the command.
+        self.interrupts = 0
 
     def start_process(
         self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
@@ -159,7 +164,7 @@ class Command:
         self._running.wait()
 
     def _lives(self) -> bool:
-        """Return whether the command, or any process of its own session, still runs."""
+        """Return whether the command, or any process in the command's session, still runs."""
         running = self._running.poll() is None
         return running or (self._own_session and _group_lives(self._running.pid))
 
@@ -179,10 +184,11 @@ class Command:
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal; this is a signal handler."""
         if number == signal.SIGINT and not self._own_session and _terminal_sends_it():
-            return  # a second SIGINT would be a harder stop
+            # The terminal has sent SIGINT to the command already, which would take a second one as a harder stop.
+            return
         if number in _ENDING:
             self.interrupted = signal.Signals(number)
-            self.asked += 1
+            self.interrupts += 1
         if self._process is None:
             self._early.append(number)
         else:
@@ -205,7 +211,8 @@ def _state(file: Path) -> tuple[str, int]:
         state, _, group, *_ = (
             file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         )
-    except (OSError, ValueError):  # the process has ended
+    # The process has ended, so its file has disappeared.
+    except (OSError, ValueError):
         return "X", 0
     return state, int(group)
 
@@ -231,9 +238,8 @@ def running_command(
 
 @contextmanager
 def _forwarding(job: Command) -> Iterator[None]:
-    numbers = [
-        number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # nohup, sh's "&"
+    # nohup, and "&" in sh, make a process ignore signals, and the command must ignore them as well.
+    numbers = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, job.forward_signal) for number in numbers}
     try:
         yield

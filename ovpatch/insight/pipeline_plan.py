@@ -1,4 +1,4 @@
-"""What ``ovpatch pipeline -- command`` measures: its worker in each process, and how its plan is shown.
+"""The worker of ``ovpatch pipeline -- command`` in each process, and the plan as text and picture.
 
 The plan is a file that feature ``pipeline`` writes once it has raced all orders; see ``candidates.write_plan`` there.
 """
@@ -12,14 +12,15 @@ from typing import Any, Final
 from ovpatch.session.report_table import render_table
 from ovpatch.session.worker_orders import Orders
 
-PLAN: Final = "plan.json"  # in the folder of the run
+# The file of the plan in the folder of the run.
+PLAN: Final = "plan.json"
 COLOURS: Final = {"F": "#7fa8d9", "B": "#e3a857", "BW": "#e3a857", "W": "#7fb5a8"}
 _STAGES: Final = ("stage", "rank", "F", "B", "W", "holds until B", "until W")
 _ROWS: Final = ("order", "memory", "predicted", "measured", "of stock", "bubble", "")
 
 
 def start_worker(orders: Orders) -> None:
-    """End this process after the step in which the plan is there; called at the end of ``import torch``."""
+    """End this process after the step in which the plan appears. ``import torch`` calls this at its end."""
     from ovpatch.insight import steps
 
     plan = Path(orders.details["plan"])
@@ -68,9 +69,8 @@ def _recommend(best: Mapping[str, Any], command: str) -> str:
 
 def write_setting(setting: Mapping[str, str]) -> str:
     """Return the variables that make the feature run an order."""
-    named = sorted(
-        setting.items(), key=lambda item: item[0] != "schedule"
-    )  # JSON may have sorted them by name
+    # The schedule comes first. JSON may have sorted the options by name.
+    named = sorted(setting.items(), key=lambda item: item[0] != "schedule")
     options = (f"OVPATCH_PIPELINE_{name.upper()}={value}" for name, value in named)
     return " ".join(["OVPATCH_AUTO=1", "OVPATCH_PIPELINE=1", *options])
 

@@ -114,7 +114,8 @@ class StepCounter:
     def __init__(self, directory: Path, at_border: Callable[[int], None]) -> None:
         self._directory, self._at_border = directory, at_border
         self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._beat: tuple[int, int] | None = None  # pid and file; a forked child has its own
+        # The process id and its file, because a forked child needs another file.
+        self._beat: tuple[int, int] | None = None
         self._latest: ReferenceType[Optimizer] | None = None
         self.count = 0
 
@@ -185,9 +186,8 @@ class _NodeMarks:
         self._remote_ranks = [rank for rank in range(get_world_size()) if rank not in node]
         group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
         if self._remote_ranks and group is not None:
-            from ovpatch.overlap.comm.lifetimes import (
-                group_store,  # only a job of several nodes needs it
-            )
+            # Only a job of several nodes needs the store.
+            from ovpatch.overlap.comm.lifetimes import group_store
 
             self._store = group_store(group)
 

@@ -35,7 +35,8 @@ class Variant:
     features: str | None = None
     # Orders for the tool's worker, as JSON types.
     details: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
+    # More environment variables.
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def patched(self) -> bool:
@@ -76,13 +77,18 @@ class Outcome:
     """The result of a variant."""
 
     variant: Variant
-    folder: Path  # folder with the files of its processes
-    log: Path  # file with the command's output
-    code: int  # exit code of the command, as in a shell
-    seconds: float  # duration
+    # Folder with the files of its processes.
+    folder: Path
+    # File with the command's output.
+    log: Path
+    # Exit code of the command, as in a shell.
+    code: int
+    # Duration of the run.
+    seconds: float
     # Whether the variant was ended because no process took a step in time.
     timed_out: bool = False
-    interrupted: bool = False  # whether a signal ended the variant
+    # Whether a signal ended the variant.
+    interrupted: bool = False
     # The stacks of each process by its id, if the variant timed out.
     stacks: Mapping[int, str] = field(default_factory=dict)
 
@@ -142,11 +148,12 @@ class Outcome:
 
     @property
     def remarks(self) -> dict[str, list[str]]:
-        """Remarks of each feature; a remark about idleness only if there is no other."""
+        """The remarks of each feature. A remark about idleness counts only if the feature has no other remark."""
+        # Patches that wait for an import are no news.
         patches = self.report["patches"] if self.report is not None else ()
         waiting = tuple(
             f"{row['target']} is pending" for row in patches if row["state"] == "pending"
-        )  # for an import
+        )
         found = {}
         for row in self._features:
             every = [remark for remark in row["remarks"] if not remark.startswith(waiting)]
@@ -212,17 +219,16 @@ _LAUNCHERS: Final = (
     "ProcessExitedException",
     "CalledProcessError",
 )
-_LAUNCHERS_LOG: Final = re.compile(
-    r"[WE]\d{4} \S+ \d+ \S*torch/distributed/"
-)  # torchrun's own lines
-_LONGEST: Final = 24  # lines
+# The lines that torchrun itself logs.
+_LAUNCHERS_LOG: Final = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/")
+_MAX_TRACEBACK_LINES: Final = 24
 
 
 def find_failure(log: str, lines: int = 20) -> str:
-    """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
+    """Return a log's first traceback of a program other than the launcher, shortened, or otherwise its last lines.
 
-    The first is the cause: other ranks fail later, in a collective that the failed rank does not enter. Without one,
-    the last lines before a launcher's traceback count, with its "root cause", such as a signal.
+    The first traceback is the cause: other ranks fail later, in a collective that the failed rank does not enter.
+    Without a traceback, the last lines before a launcher's traceback count, with its "root cause", such as a signal.
     """
     every = log.splitlines()
     end = len(every)
@@ -231,15 +237,17 @@ def find_failure(log: str, lines: int = 20) -> str:
             found = _traceback(every[start:], match[1] or "")
             if not any(name in found[-1] for name in _LAUNCHERS):
                 return "\n".join(
-                    found if len(found) <= _LONGEST else [*found[:5], "  …", *found[5 - _LONGEST :]]
+                    found
+                    if len(found) <= _MAX_TRACEBACK_LINES
+                    else [*found[:5], "  …", *found[5 - _MAX_TRACEBACK_LINES :]]
                 )
             end = min(end, start)
-    told = [line for line in every[:end] if not _LAUNCHERS_LOG.match(line)][-lines:]
+    program_lines = [line for line in every[:end] if not _LAUNCHERS_LOG.match(line)][-lines:]
     root = next(
         (start for start in range(end, len(every)) if every[start].startswith("Root Cause")),
         len(every),
     )
-    return "\n".join([*told, *every[root:]] if told else every[-lines:])
+    return "\n".join([*program_lines, *every[root:]] if program_lines else every[-lines:])
 
 
 # A rank in torchrun's report of a failed job, and torch.multiprocessing.spawn's error about a process.
@@ -279,7 +287,8 @@ def _traceback(lines: list[str], prefix: str) -> list[str]:
     found = [lines[0]]
     for line in lines[1:]:
         if prefix and not line.startswith(prefix.rstrip()):
-            continue  # another rank's, in between
+            # Lines of another rank may come in between.
+            continue
         found.append(line)
         if not line.removeprefix(prefix).startswith(" "):
             break
@@ -346,13 +355,13 @@ class _Watchdog:
         """Check the files of the processes, report progress, and end the job if necessary."""
         if self._ended:
             return
-        if job.interrupted is not None:  # a command may ignore that
+        # A command may ignore the signal, so it is ended after a while.
+        if job.interrupted is not None:
             self._interrupted = self._interrupted or time.monotonic()
-            if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
+            if job.interrupts > 1 or time.monotonic() - self._interrupted > launch.GRACE:
                 self._end(job, 1.0)
-        seen = {
-            path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")
-        }  # process- and beat-
+        # The pattern matches the files process-* and beat-*, which each process writes.
+        seen = {path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")}
         if seen != self._seen:
             self._seen, self._news = seen, time.monotonic()
             self._progress(read_slowest_step(self._folder))
@@ -390,18 +399,18 @@ def _read_beats(folder: Path) -> list[int]:
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
     return [
-        one["pid"]
-        for one in worker_reports.read_reports(folder, "process")
-        if _is_alive(one["pid"], folder)
+        process["pid"]
+        for process in worker_reports.read_reports(folder, "process")
+        if _is_alive(process["pid"], folder)
     ]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
-    """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
+    """Return the ranks of the processes that signed in, by process id, if the launcher set a rank."""
     return {
-        one["pid"]: one["rank"]
-        for one in worker_reports.read_reports(folder, "process")
-        if one.get("rank") is not None
+        process["pid"]: process["rank"]
+        for process in worker_reports.read_reports(folder, "process")
+        if process.get("rank") is not None
     }
 
 

@@ -1,4 +1,4 @@
-"""Declarations, statuses and errors of the patch manager: frozen data without behaviour."""
+"""Declarations, statuses and errors of the patch manager: frozen data, and functions that describe them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class PatchError(RuntimeError):
-    """A patch cannot be declared or applied; nothing of the call that raised it stays applied.
+    """The failure to declare or apply a patch. Nothing of the call that raised it stays applied.
 
-    Each text names the patch and ends with the remedy.
+    Each message names the patch and ends with the remedy.
 
     Attributes:
         patches: The declarations at fault, if known.
-        state: The state of a feature that fails with this error.
+        state: The state that the report shows for a feature that fails with this error.
     """
 
     state = "failed"
@@ -36,65 +36,65 @@ class PatchError(RuntimeError):
 
 
 class DeclarationError(PatchError, TypeError):
-    """The declaration of a patch or hook is invalid for any target."""
+    """A declaration that is invalid for any target."""
 
 
 class TargetNotFoundError(PatchError):
-    """The target does not exist in this process."""
+    """A target that does not exist in this process."""
 
     state = "unavailable"
 
 
 class PatchConflictError(PatchError):
-    """Two patches cannot be active together."""
+    """Two patches that cannot be active together."""
 
     state = "conflict"
 
 
 class IncompatiblePatchError(PatchError):
-    """The target has another kind or signature, or torch another version, than the patch was written for."""
+    """A target of another kind or signature, or a torch of another version, than the patch was written for."""
 
     state = "incompatible"
 
 
 def is_version_range(specifier: str) -> bool:
-    """Return whether a text is a version range."""
-    if _plain(specifier):
+    """Return whether a string is a version range."""
+    if _parse_plain_range(specifier):
         return True
     from packaging.specifiers import InvalidSpecifier
 
     try:
-        _parsed(specifier)
+        _parse_range(specifier)
     except InvalidSpecifier:
         return False
     return True
 
 
 def explain_torch_mismatch(specifier: str) -> str | None:
-    """Return why the torch at hand is outside a checked version range, or None if it is inside."""
-    text = read_torch_version()
-    if text is None:
+    """Return the reason why the present torch is outside a checked version range; None if it is inside."""
+    installed = read_torch_version()
+    if installed is None:
         return f"needs torch {specifier}, and torch is not installed"
-    numbers = re.match(r"(\d+)\.(\d+)", text)
-    bounds = _plain(specifier)
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    bounds = _parse_plain_range(specifier)
     if bounds and numbers:
-        inside = bounds[0] <= (int(numbers[1]), int(numbers[2])) < bounds[1]
-        return None if inside else f"needs torch {specifier}, and this is torch {text}"
+        is_inside = bounds[0] <= (int(numbers[1]), int(numbers[2])) < bounds[1]
+        return None if is_inside else f"needs torch {specifier}, and this is torch {installed}"
     from packaging.version import InvalidVersion, Version
 
     try:
-        version = Version(text)
+        version = Version(installed)
     except InvalidVersion:
-        return f"needs torch {specifier}, and {text!r} is not a version that can be compared"
+        return f"needs torch {specifier}, and {installed!r} is not a version that can be compared"
     # Vendors ship builds such as 2.11.0a0+5228986: release 2.11 with a pre-release version.
-    allowed = _parsed(specifier)
+    allowed = _parse_range(specifier)
     if allowed.contains(version, prereleases=True) or allowed.contains(version.base_version):
         return None
-    return f"needs torch {specifier}, and this is torch {text}"
+    return f"needs torch {specifier}, and this is torch {installed}"
 
 
 def read_torch_version() -> str | None:
-    """Return the version of the imported torch, else of the installed one, else None."""
+    """Return the version of the imported torch, otherwise of the installed torch; None without torch."""
     imported = getattr(sys.modules.get("torch"), "__version__", None)
     if imported is not None:
         return str(imported)
@@ -104,13 +104,13 @@ def read_torch_version() -> str | None:
         return None
 
 
-def _plain(specifier: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return both ends of a range ``>=A.B,<C.D``, which needs no import of packaging."""
+def _parse_plain_range(specifier: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return both ends of a range ``>=A.B,<C.D``, for which packaging need not be imported."""
     match = re.fullmatch(r">=(\d+)\.(\d+),<(\d+)\.(\d+)", specifier)
     return ((int(match[1]), int(match[2])), (int(match[3]), int(match[4]))) if match else None
 
 
-def _parsed(specifier: str) -> SpecifierSet:
+def _parse_range(specifier: str) -> SpecifierSet:
     # packaging is slow to import, so only unusual ranges import it.
     from packaging.specifiers import SpecifierSet
 
@@ -125,9 +125,9 @@ _DESCRIPTORS: Final = (staticmethod, classmethod, property)
 
 
 class NamedFunction:
-    """A function that takes the original of a patch, imported when its target is wrapped.
+    """A wrap function that is imported when its target is wrapped.
 
-    A feature names the function, so that describing the feature and declaring its patches import none of its modules.
+    A feature names the function. So describing the feature and declaring its patches import none of its modules.
 
     Args:
         name: ``package.module:function``.
@@ -158,7 +158,7 @@ class NamedFunction:
         return wrapper
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both name the same function for the same options, which is then declared once."""
+        """Return whether both name the same function for the same options; such a patch is declared once."""
         return isinstance(other, NamedFunction) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -181,45 +181,61 @@ class Removable(Protocol):
 
 
 class PatchState(str, Enum):
-    """State of a patch.
+    """The states of a patch."""
 
-    ``registered``: declared. ``applied``: in force. ``pending``: waits until its target is imported. ``skipped``:
-    optional, and the target does not exist. ``incompatible``, ``conflict``, ``failed``: could not be applied; the
-    reason says why. ``shadowed``: another library's patch lies over it and was left alone. ``reverted``: was applied
-    and is removed.
-    """
-
+    #: The patch is declared.
     REGISTERED = "registered"
+    #: The patch is in force.
     APPLIED = "applied"
+    #: The patch waits until its target is imported.
     PENDING = "pending"
+    #: The patch is optional and its target does not exist.
     SKIPPED = "skipped"
+    #: The target or torch differs from what the patch was written for; the reason has the difference.
     INCOMPATIBLE = "incompatible"
+    #: Another patch replaces the same function; the reason names it.
     CONFLICT = "conflict"
+    #: Another library's patch covers this patch. ovpatch leaves the other patch alone.
     SHADOWED = "shadowed"
+    #: The patch could not be applied for another reason, which is given.
     FAILED = "failed"
+    #: The patch was applied and is removed.
     REVERTED = "reverted"
 
 
 class PatchStatus(NamedTuple):
-    """One patch or hook at this moment."""
+    """One patch or hook at this moment.
 
-    target: str  # dotted path as declared, or the hook's name
-    feature: str  # feature it belongs to
-    kind: Kind  # ``replace``, ``wrap`` or ``hook``
+    Attributes:
+        target: The dotted path as declared, or the name of the hook.
+        feature: The feature that declared the patch.
+        kind: ``replace``, ``wrap`` or ``hook``.
+        state: The state of the patch.
+        reason: The reason for the state, unless that is obvious.
+        calls: The number of eager calls that reached this patch. Calls from compiled code are not counted, see
+            ``traces``.
+        location: File and line of the stock function.
+        rebound: References in other modules (``module.name``) that point to the patch.
+        why: The reason for patching this target, as declared.
+        expires: The condition under which the patch can be deleted, as declared.
+        traces: The number of times that ``torch.compile`` traced the patch into a graph.
+    """
+
+    target: str
+    feature: str
+    kind: Kind
     state: PatchState
-    reason: str = ""  # why it is in this state, unless that is obvious
-    calls: int = 0  # eager calls that reached this patch; calls from compiled code are not counted, see ``traces``
-    location: str = ""  # file and line of the stock function
-    rebound: tuple[
-        str, ...
-    ] = ()  # references in other modules (``module.name``) that point to the patch
-    why: str = ""  # why this target, as declared
-    expires: str = ""  # when the patch can be deleted, as declared
-    traces: int = 0  # how often ``torch.compile`` traced the patch into a graph
+    reason: str = ""
+    calls: int = 0
+    location: str = ""
+    rebound: tuple[str, ...] = ()
+    why: str = ""
+    expires: str = ""
+    traces: int = 0
 
     @property
     def never_called(self) -> bool:
-        """Whether the patch is in force and no call, eager or compiled, has reached it yet."""
+        """True if the patch is in force and no call, eager or compiled, has reached it yet."""
         return (
             self.state is PatchState.APPLIED
             and self.kind != "hook"
@@ -254,8 +270,7 @@ class Patch:
             if not isinstance(getattr(self, name), kind):
                 raise DeclarationError(
                     f"{name}={getattr(self, name)!r} of the patch of {self.target} is of the wrong "
-                    "type: "
-                    f"pass {'a text' if kind is str else 'a whole number'}"
+                    f"type: pass {'a string' if kind is str else 'a whole number'}"
                 )
         if self.torch is not None and not is_version_range(self.torch):
             raise DeclarationError(
@@ -265,7 +280,7 @@ class Patch:
 
     @property
     def kind(self) -> Kind:
-        """Whether the patch replaces the target or wraps it."""
+        """``replace`` or ``wrap``."""
         return "wrap" if self.replacement is None else "replace"
 
     @property
@@ -280,15 +295,16 @@ class Patch:
 
     @property
     def sort_key(self) -> tuple[bool, int, int]:
-        """Position in a chain, innermost first: the replacement, then wrappers by order and registration."""
+        """The position in a chain, innermost first: the replacement, then wrappers by order and registration."""
         return (self.kind == "wrap", self.order, self.number)
 
-    def is_same_as(self, other: Patch | Hook) -> bool:
-        """Whether both declare the same patch, which is then registered once."""
-        if not isinstance(other, Patch):
-            return False
-        same = (self.target, self.feature, self.order) == (other.target, other.feature, other.order)
-        return same and (self.replacement, self.wrap) == (other.replacement, other.wrap)
+    def is_same_as(self, declared: Patch | Hook) -> bool:
+        """Return whether both declare the same patch; such a patch is registered once."""
+        return isinstance(declared, Patch) and self._key == declared._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.target, self.feature, self.order, self.replacement, self.wrap)
 
     def __str__(self) -> str:
         return f"{label_feature(self.feature)} ({describe_callable(self.source)})"
@@ -313,17 +329,20 @@ class Hook:
                 f"install of hook {self.name!r} is not callable: pass a function without arguments"
             )
 
-    def is_same_as(self, other: Patch | Hook) -> bool:
-        """Whether both declare the same hook."""
-        mine = (self.name, self.feature, self.install)
-        return isinstance(other, Hook) and mine == (other.name, other.feature, other.install)
+    def is_same_as(self, declared: Patch | Hook) -> bool:
+        """Return whether both declare the same hook; such a hook is registered once."""
+        return isinstance(declared, Hook) and self._key == declared._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.name, self.feature, self.install)
 
     def __str__(self) -> str:
         return f"{label_feature(self.feature)} (hook {self.name!r})"
 
 
 def label_feature(feature: str) -> str:
-    """Return a feature as errors show it; a patch of a bare manager may have none."""
+    """Return the label of a feature in errors; a patch of a bare manager may have no feature."""
     return f"feature {feature!r}" if feature else "a patch without feature"
 
 
@@ -346,7 +365,7 @@ def unwrap_callable(value: Any) -> Any:
 
 
 def describe_callable(value: Any) -> str:
-    """Return module, name and, for Python functions, file and line."""
+    """Return the module and name of a callable and, for Python functions, the file and line."""
     value = unwrap_callable(value)
     owner = value if hasattr(value, "__qualname__") else type(value)
     name = f"{owner.__module__}.{owner.__qualname__}"

@@ -17,14 +17,21 @@ from ovpatch.patching.patch import unwrap_callable
 from ovpatch.patching.slot import unwrap_descriptor
 from ovpatch.patching.target import get_namespace, is_class, is_module
 
-_OURS: Final = ("ovpatch", "ovpatch_plugins")
+_OWN_PACKAGES: Final = ("ovpatch", "ovpatch_plugins")
 
+# The module, the name of its attribute, and the id() of the object that the attribute refers to.
 Reference = tuple[types.ModuleType, str, int]
 
 
 def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
-    """Yield ``(module, name, id)`` of every reference, in any module, to objects that the caller keeps alive."""
+    """Yield ``(module, name, id)`` of every reference in any module to some objects.
+
+    Args:
+        ids: The ``id()`` of the objects, which the caller keeps alive.
+    """
     wanted = set(ids)
+    # sys.modules may have a module under several names. list() copies a dictionary in one step, so that imports on
+    # other threads cannot change it during the loop.
     for module in {
         id(module): module for module in list(sys.modules.values()) if is_module(module)
     }.values():
@@ -37,11 +44,14 @@ def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
 
 
 def list_author_packages(sources: Iterable[Any]) -> frozenset[str]:
-    """Return the packages that some patches, as declared, come from.
+    """Return the packages in which the authors of some patches wrote them.
 
     These packages keep the original: ``from m import f; def new_f(): return f()`` must not call itself.
+
+    Args:
+        sources: The declared replacements and wrap functions.
     """
-    packages = set(_OURS)
+    packages = set(_OWN_PACKAGES)
     for source in sources:
         function = unwrap_callable(source)
         module = getattr(function, "__module__", None) or type(function).__module__
@@ -55,69 +65,77 @@ def _is_package(module: str) -> bool:
 
 
 def match_packages(packages: Iterable[str]) -> Callable[[str], bool]:
-    """Return a predicate: whether a module, given by name, belongs to one of some packages."""
+    """Return a predicate on the name of a module: whether the module belongs to one of some packages."""
     prefixes = tuple(f"{package}." for package in packages)
     return lambda module: f"{module}.".startswith(prefixes)
 
 
 def keeps_original(module: types.ModuleType, raw: Any) -> bool:
-    """Whether a module must keep a function written in C, because C code or torch looks it up there."""
+    """Return whether a module must keep a function written in C, because C code or torch looks it up there."""
     if isinstance(raw, types.FunctionType):
         return False
     values = get_namespace(module)
     spec = values.get("__spec__")
     origin = values.get("__file__") or getattr(spec, "origin", None) or ""
-    in_c = origin.endswith((".so", ".pyd")) or origin == "built-in"
-    return in_c or module.__name__ == getattr(raw, "__module__", None)
+    is_in_c = origin.endswith((".so", ".pyd")) or origin == "built-in"
+    return is_in_c or module.__name__ == getattr(raw, "__module__", None)
 
 
-_MAX_SEARCHED: Final = 500
+# The number of objects after which a search ends: a wrapper may refer to a model, and the model to everything.
+_MAX_SEARCHED_OBJECTS: Final = 500
 
 
 def leads_to(value: Any, function: Any, original: Any) -> bool:
-    """Whether calling ``value``, the content of a slot, may run ``function``, which was installed over ``original``.
+    """Return whether a call of ``value`` may run ``function``.
 
     The search follows ``__wrapped__``, closures, partials, bound methods and attributes of objects, and then the
-    globals that ``value`` names. After a reload, where ``value`` is a fresh copy of the original, globals are left out:
-    functions of one library name each other.
+    globals that ``value`` names. It leaves the globals out if ``value`` is a fresh copy of the original, as after a
+    reload, because functions of one library name each other.
+
+    Args:
+        value: The content of a slot.
+        function: The function that was installed in the slot.
+        original: The function that it replaced there.
     """
-    if value is function or _search(value, function):
+    if value is function or _can_reach(value, function):
         return True
     if is_fresh_copy(value, original):
         return False
     return any(
-        one is function or _search(one, function)
-        for one in _named_globals(unwrap_descriptor(value))
+        found is function or _can_reach(found, function)
+        for found in _list_named_globals(unwrap_descriptor(value))
     )
 
 
 def is_fresh_copy(value: Any, original: Any) -> bool:
-    """Whether a function comes from the same definition as another one, as after ``importlib.reload``."""
-    one, other = unwrap_descriptor(value), unwrap_descriptor(original)
-    codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
+    """Return whether a function is another copy of the original's definition, as after ``importlib.reload``."""
+    copy, stock = unwrap_descriptor(value), unwrap_descriptor(original)
+    codes = getattr(copy, "__code__", None), getattr(stock, "__code__", None)
     if not all(isinstance(code, types.CodeType) for code in codes):
         return False
     return bool(
-        one is not other
-        and codes[0].co_filename == codes[1].co_filename  # type: ignore[union-attr]  # both are code: looked at above
-        and (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+        copy is not stock
+        and codes[0].co_filename == codes[1].co_filename  # type: ignore[union-attr]  # checked above
+        and (copy.__module__, copy.__qualname__) == (stock.__module__, stock.__qualname__)
     )
 
 
-def _search(value: Any, function: Any) -> bool:
+def _can_reach(value: Any, function: Any) -> bool:
+    """Search breadth-first, because wrappers keep the function that they wrap close by."""
     seen: set[int] = set()
     waiting = deque([value])
-    while waiting and len(seen) < _MAX_SEARCHED:
-        one = waiting.popleft()
-        if one is function:
+    while waiting and len(seen) < _MAX_SEARCHED_OBJECTS:
+        candidate = waiting.popleft()
+        if candidate is function:
             return True
-        if id(one) not in seen:
-            seen.add(id(one))
-            waiting.extend(_next(one))
+        if id(candidate) not in seen:
+            seen.add(id(candidate))
+            waiting.extend(_list_referents(candidate))
     return False
 
 
-def _next(value: Any) -> Iterable[Any]:
+def _list_referents(value: Any) -> Iterable[Any]:
+    # Modules and classes lead to everything, and calling a function does not run all that they contain.
     if is_module(value) or is_class(value):
         return ()
     if isinstance(value, functools.partial):
@@ -128,11 +146,11 @@ def _next(value: Any) -> Iterable[Any]:
         return (unwrap_descriptor(value),)
     if isinstance(value, types.FunctionType):
         wrapped = value.__dict__.get("__wrapped__")
-        return (wrapped, *_cells(value), *(value.__defaults__ or ()))
-    return tuple(_attributes(value).values()) if callable(value) else ()
+        return (wrapped, *_read_cells(value), *(value.__defaults__ or ()))
+    return tuple(_read_attributes(value).values()) if callable(value) else ()
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _read_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object without running code of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
@@ -141,15 +159,16 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def _cells(function: types.FunctionType) -> Iterable[Any]:
+def _read_cells(function: types.FunctionType) -> Iterable[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # the variable has no value yet
+        # The variable of the enclosing function has no value yet.
+        except ValueError:
             continue
 
 
-def _named_globals(function: Any) -> Iterable[Any]:
+def _list_named_globals(function: Any) -> Iterable[Any]:
     if not isinstance(function, types.FunctionType):
         return ()
     names = function.__code__.co_names

@@ -1,4 +1,4 @@
-"""Slots: how Python reads them, the function in their descriptor, and writes that can be undone."""
+"""Slots: their kinds, the functions in their descriptors, and writes that can be undone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 
 
 class SlotKind(Enum):
-    """How Python reads the attribute."""
+    """The ways in which Python reads an attribute."""
 
     FUNCTION = "function"
     METHOD = "method"
@@ -38,11 +38,12 @@ class SlotKind(Enum):
     GETTER = "property"
 
 
-_CACHED: Final = type(functools.lru_cache(maxsize=None)(lambda: None))
-# By the type of the raw value in the namespace of a class.
+# The type of functools.lru_cache() is written in C and has no public name.
+_CACHED_TYPE: Final = type(functools.lru_cache(maxsize=None)(lambda: None))
+# The kinds by the type of the raw value in the namespace of a class. A type that is missing here cannot be patched.
 _CLASS_KINDS: Final[dict[type, SlotKind]] = {
     types.FunctionType: SlotKind.METHOD,
-    _CACHED: SlotKind.METHOD,
+    _CACHED_TYPE: SlotKind.METHOD,
     types.MethodDescriptorType: SlotKind.METHOD,
     types.WrapperDescriptorType: SlotKind.METHOD,
     types.BuiltinFunctionType: SlotKind.STATIC,
@@ -60,41 +61,42 @@ def get_slot_kind(slot: Slot) -> SlotKind:
     """Return how Python reads the slot; raise IncompatiblePatchError if it cannot be patched."""
     kind = _CLASS_KINDS.get(type(slot.raw))
     if is_module(slot.owner):
+        # Modules bind nothing, so a descriptor in a module is an object that Python does not call.
         kind = (
             SlotKind.FUNCTION if kind is not None and type(slot.raw) not in _DESCRIPTORS else None
         )
     elif not callable(unwrap_descriptor(slot.raw)):
         kind = None
     if kind is None:
-        raise IncompatiblePatchError(_refusal(slot))
+        raise IncompatiblePatchError(_explain_refusal(slot))
     if slot.inherited_from is object:
         raise IncompatiblePatchError(
             f"{slot.path} is inherited from object, whose methods check whether they were "
-            "overridden: patch "
-            f"a method that {format_owner(slot.owner)} or one of its bases defines"
+            f"overridden: patch a method that {format_owner(slot.owner)} or one of its bases defines"
         )
     if not is_writable(slot.owner):
         raise IncompatiblePatchError(
             f"{format_owner(slot.owner)} is a built-in class and its attributes cannot be set: "
-            "patch the function that "
-            f"calls {slot.name!r}, or a Python subclass"
+            f"patch the function that calls {slot.name!r}, or a Python subclass"
         )
     return kind
 
 
-def _refusal(slot: Slot) -> str:
+def _explain_refusal(slot: Slot) -> str:
     if is_module(slot.raw):
         return f"{slot.path} is a module: name a function or method in it"
     if is_class(slot.raw):
         return (
             f"{slot.path} is a class. Replacing classes breaks isinstance, pickling and super(): "
-            "patch its methods, "
-            f"for example '{slot.path}.__init__'"
+            f"patch its methods, for example '{slot.path}.__init__'"
         )
     cls = type(slot.raw)
-    named = f"{cls.__module__}.{cls.__qualname__}"
+    type_name = f"{cls.__module__}.{cls.__qualname__}"
     if callable(slot.raw):
-        return f"{slot.path} is an object of type {named}, not a plain function: patch '{named}.__call__' or its caller"
+        return (
+            f"{slot.path} is an object of type {type_name}, not a plain function: "
+            f"patch '{type_name}.__call__' or its caller"
+        )
     return (
         f"{slot.path} is {slot.raw!r}, not a function or method: patch the functions that read it"
     )
@@ -113,11 +115,16 @@ def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
         return staticmethod(function)
     if kind is SlotKind.CLASSMETHOD:
         return classmethod(function)
+    # getter() keeps the setter, the deleter and the class of the property.
     return slot.raw.getter(function) if kind is SlotKind.GETTER else function
 
 
 def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
-    """Return a replacement's function; IncompatiblePatchError for another descriptor, or a property with a setter."""
+    """Return the function of a replacement.
+
+    Raises:
+        IncompatiblePatchError: The replacement is a descriptor of another kind, or a property with a setter.
+    """
     wanted = {
         staticmethod: SlotKind.STATIC,
         classmethod: SlotKind.CLASSMETHOD,
@@ -126,9 +133,9 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
     if wanted not in (None, kind):
         raise IncompatiblePatchError(
             f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: "
-            "pass a plain "
-            "function, the descriptor is kept"
+            "pass a plain function, the descriptor is kept"
         )
+    # The original's own setter and deleter are harmless, as in a property made by original.getter().
     accessors = getattr(slot.raw, "fset", None), getattr(slot.raw, "fdel", None)
     if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in (
         (None, None),
@@ -136,8 +143,7 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
     ):
         raise IncompatiblePatchError(
             f"the replacement of property {slot.path} brings a setter or deleter, and only the "
-            "getter of a property "
-            "is patched: pass the getter function"
+            "getter of a property is patched: pass the getter function"
         )
     function: Function = unwrap_descriptor(replacement)
     return function
@@ -146,8 +152,8 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
 def make_base(slot: Slot, kind: SlotKind) -> Function:
     """Return the function that the innermost wrapper gets as the original.
 
-    An inherited attribute is looked up at each call, as Python does without the patch: the base class may be patched
-    later, and with several bases the next class in the method resolution order depends on the instance.
+    This function looks an inherited attribute up at each call, as Python does without the patch. The base class may
+    be patched later, and with several bases the next class in the method resolution order depends on the instance.
     """
     found: Function = unwrap_descriptor(slot.raw)
     owner: Any = slot.owner
@@ -165,7 +171,8 @@ def make_base(slot: Slot, kind: SlotKind) -> Function:
     # `AdamW` keeps the bare function. So the look-up unwraps a `step` that carries the mark.
     is_unhooked_step = is_method and name == "step" and not hasattr(found, "hooked")
 
-    def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call_inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # Python allows Class.method(object) with any object; super() would reject it.
         if is_method and not isinstance(self, owner):
             return found(self, *args, **kwargs)
         below = getattr(super(owner, self), name)
@@ -173,11 +180,19 @@ def make_base(slot: Slot, kind: SlotKind) -> Function:
             return below.__wrapped__(self, *args, **kwargs)
         return below(*args, **kwargs)
 
-    return inherited
+    return call_inherited
 
 
-def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
-    """Name a function so that pickle finds it by that name; a module that is ``away`` keeps the original."""
+def set_picklable_name(
+    function: Any, slot: Slot, is_left_alone: Callable[[types.ModuleType], bool]
+) -> None:
+    """Name an installed function so that pickle finds it by that name.
+
+    Args:
+        function: The installed function, which has the original's name.
+        slot: The slot that will hold it.
+        is_left_alone: Returns whether a module keeps the original, so that pickle would find the original there.
+    """
     if is_class(slot.owner):
         if slot.inherited_from is not None:
             function.__module__ = slot.owner.__module__
@@ -186,13 +201,13 @@ def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleTy
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     if home is None or home is slot.owner or not is_module(home):
         return
-    if get_namespace(home).get(function.__qualname__) is slot.raw and away(home):
+    if get_namespace(home).get(function.__qualname__) is slot.raw and is_left_alone(home):
         function.__module__, function.__qualname__ = slot.owner.__name__, slot.name
 
 
 # --- writes and their undo ---
 
-# All managers of the process share the write lock, since two of them may patch one slot. Only dictionary operations
+# All managers of the process share the write lock, because two managers may patch one slot. Only dictionary operations
 # run under it: no wrap function, no hook installation, no import. So its holder never waits for another thread.
 
 WRITE_LOCK: Final = threading.RLock()
@@ -201,12 +216,13 @@ os.register_at_fork(
     before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
 )
 
+# Flags of CPython's types, Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE.
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8
 
 
 def is_writable(owner: Owner) -> bool:
-    """Whether attributes of ``owner`` can be set; those of static types, written in C, cannot."""
+    """Return whether attributes of ``owner`` can be set. Static types, which are written in C, reject that."""
     if is_module(owner):
         return True
     flags = owner.__flags__
@@ -221,8 +237,8 @@ def read_slot(owner: Owner, name: str) -> Any:
 def write_slot(owner: Owner, name: str, value: Any) -> None:
     """Set or, for ``ABSENT``, delete an attribute.
 
-    A ``__setattr__`` written in Python, of a module or metaclass, is bypassed: its side effects could not be undone.
-    One written in C is called, as that of pybind11 classes such as ``torch.cuda.CUDAGraph``.
+    A ``__setattr__`` of a module or metaclass is bypassed if it is written in Python, because its side effects could
+    not be undone. It is called if it is written in C, as in pybind11 classes such as ``torch.cuda.CUDAGraph``.
     """
     if isinstance(owner, types.ModuleType):
         if value is ABSENT:
@@ -236,7 +252,7 @@ def write_slot(owner: Owner, name: str, value: Any) -> None:
 
 
 def _get_c_method(owner: type, method: str) -> Callable[..., None]:
-    """Return a method of the nearest metaclass that defines it in C, at last of ``type``."""
+    """Return a method of the nearest metaclass that defines it in C; ``type`` always does."""
     methods = (vars(meta).get(method) for meta in inspect.getmro(type(owner)))
     return next(found for found in methods if isinstance(found, types.WrapperDescriptorType))
 
@@ -245,13 +261,17 @@ def _get_c_method(owner: type, method: str) -> Callable[..., None]:
 class SlotWrite:
     """One written attribute."""
 
-    owner: Owner  # module or class
-    name: str  # attribute
-    old: Any  # raw value before, ``ABSENT`` if the owner inherited it
-    new: Any  # raw value after
+    # The module or class.
+    owner: Owner
+    # The name of the attribute.
+    name: str
+    # The raw value before the write; ``ABSENT`` if the owner had inherited the attribute.
+    old: Any
+    # The raw value that was written.
+    new: Any
 
     def undo(self) -> bool:
-        """Write the old value back; returns False, and writes nothing, if the slot was overwritten since."""
+        """Write the old value back. Return False, and write nothing, if the slot was overwritten since."""
         if read_slot(self.owner, self.name) is not self.new:
             return False
         write_slot(self.owner, self.name, self.old)
@@ -260,7 +280,7 @@ class SlotWrite:
 
 def write_reversibly(owner: Owner, name: str, new: Any, undo: ExitStack) -> SlotWrite:
     """Write an attribute; ``undo`` writes the old value back when it is closed."""
-    done = SlotWrite(owner, name, read_slot(owner, name), new)
+    slot_write = SlotWrite(owner, name, read_slot(owner, name), new)
     write_slot(owner, name, new)
-    undo.callback(done.undo)
-    return done
+    undo.callback(slot_write.undo)
+    return slot_write

@@ -1,6 +1,6 @@
-"""Plugins: found by entry point, loaded one by one, checked against the specification, called one at a time.
+"""Plugins: the search for their entry points, their import, the checks of their hooks, and calls of single hooks.
 
-Any error of a plugin becomes a :class:`PluginError`, so that the other plugins go on.
+Any error of a plugin becomes a :class:`PluginError`, so that it stops no other plugin.
 """
 
 from __future__ import annotations
@@ -15,32 +15,35 @@ import pluggy
 
 from ovpatch.hookspecs import PROJECT, Feature, FeatureSpecs
 from ovpatch.patching.patch import is_version_range
-from ovpatch.settings.options import check_declaration
+from ovpatch.settings.feature_options import check_declaration
 from ovpatch.settings.settings import NAME, OFF_WORDS, ON_WORDS, normalise_name, suggest_name
 
 GROUP: Final = "ovpatch"
 FIRST_PARTY: Final = "ovpatch"
+# The words of OVPATCH that no feature may have as its name.
 _WORDS: Final = frozenset((*ON_WORDS, *OFF_WORDS, "all"))
 
 
 @dataclass(frozen=True)
 class FoundPlugin:
-    """An entry point of the group ``ovpatch``, not imported yet."""
+    """An entry point of the group ``ovpatch``, which need not be imported yet."""
 
-    name: str  # the feature
+    # The name of the feature.
+    name: str
     # Module, or ``module:attribute``, of the plugin.
     target: str
-    distribution: str  # distribution that contains it
-    version: str  # version of the distribution
-    path: str  # directory of the distribution's metadata
-    # The reason for not loading it, or an empty string.
+    # The distribution that contains the plugin, and its version.
+    distribution: str
+    version: str
+    # The directory of the distribution's metadata.
+    path: str
+    # The reason for not loading the plugin; empty if it can be loaded.
     problem: str = ""
-    # Whether the problem is that several distributions announce it.
+    # Whether the problem is that several distributions announce the feature.
     duplicate: bool = False
-    remark: str = ""  # remark for the report
-    entry_point: EntryPoint | None = field(
-        default=None, repr=False, compare=False
-    )  # the entry point itself
+    # A remark for the report.
+    remark: str = ""
+    entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)
 
     @property
     def first_party(self) -> bool:
@@ -49,18 +52,19 @@ class FoundPlugin:
 
     @property
     def origin(self) -> str:
-        """Distribution, version and target, for messages."""
+        """The distribution, version and target, for messages."""
         return f"{self.distribution} {self.version} ({self.target})"
 
 
 def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
-    """Return all installed features by name, first-party ones first. Imports none of them.
+    """Return all installed features by name, first-party features first, without an import.
 
-    A distribution that is on the path twice, such as an editable install and its egg-info, counts once: the first one.
-    If two distributions have a feature of one name, ovpatch's own is kept; otherwise neither is loaded.
+    A distribution that is on the path twice, such as an editable install and its egg-info, counts once: the first
+    match wins. If two distributions have a feature of the same name, ovpatch's own feature is kept. Without an own
+    feature, neither is loaded.
     """
     by_name: dict[str, list[FoundPlugin]] = {}
-    for found in _announced(distributions() if path is None else distributions(path=path)):
+    for found in _list_announced(distributions() if path is None else distributions(path=path)):
         by_name.setdefault(found.name, []).append(found)
     chosen = [_choose(candidates) for candidates in by_name.values()]
     return {
@@ -69,11 +73,11 @@ def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
     }
 
 
-def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
+def _list_announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
     seen: set[str] = set()
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
-        # All metadata files are scanned, and few are parsed.
+        # Parsing is slow, so only the metadata of distributions with such a group is parsed.
         if f"[{GROUP}]" not in text.replace(" ", ""):
             continue
         # Each access parses the metadata, which takes as long as importing a module.
@@ -84,10 +88,12 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
         seen.add(name)
         for entry_point in dict.fromkeys(distribution.entry_points):
             if entry_point.group == GROUP:
-                yield _describe(distribution, name, metadata["Version"] or "unknown", entry_point)
+                yield _describe_entry_point(
+                    distribution, name, metadata["Version"] or "unknown", entry_point
+                )
 
 
-def _describe(
+def _describe_entry_point(
     distribution: Distribution, owner: str, version: str, entry_point: EntryPoint
 ) -> FoundPlugin:
     name, problem = normalise_name(entry_point.name), ""
@@ -109,7 +115,7 @@ def _describe(
 def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
     if len(candidates) == 1:
         return candidates[0]
-    both = " and ".join(found.origin for found in candidates)
+    origins = " and ".join(found.origin for found in candidates)
     own = [found for found in candidates if found.first_party]
     if len(own) == 1:
         left_out = ", ".join(found.origin for found in candidates if not found.first_party)
@@ -117,7 +123,7 @@ def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
             own[0],
             remark=f"the plugin of the same name from {left_out} was left out; uninstall or rename it",
         )
-    problem = f"announced by {both}; none is loaded. Uninstall or rename one of them"
+    problem = f"announced by {origins}; none is loaded. Uninstall or rename one of them"
     return replace(candidates[0], problem=problem, duplicate=True)
 
 
@@ -127,7 +133,7 @@ _HOOKS: Final = tuple(name for name in vars(FeatureSpecs) if name.startswith(_PR
 
 
 class PluginError(Exception):
-    """A plugin cannot be used; the text is the reason in the report."""
+    """A plugin that cannot be used. The message is the reason in the report."""
 
     def __init__(self, reason: str, state: str = "failed") -> None:
         super().__init__(reason)
@@ -135,7 +141,10 @@ class PluginError(Exception):
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks only at functions: pluggy takes its time for each name in a module, of which most are imported classes."""
+    """A pluggy manager that inspects only functions.
+
+    pluggy is slow for each name in a module, and most of these names are imported classes.
+    """
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         if inspect.ismodule(plugin):
@@ -154,9 +163,10 @@ class Plugins:
         self._features: Final[dict[str, Feature]] = {}
 
     def load_feature(self, found: FoundPlugin) -> Feature:
-        """Return the description of a feature; imports and checks its plugin at the first call.
+        """Return the description of a feature. The first call imports and checks its plugin.
 
-        Raises PluginError if it is a duplicate, raises at import, misspells a hook, or describes itself wrongly.
+        Raises:
+            PluginError: The plugin is a duplicate, raises at import, misspells a hook, or has a wrong description.
         """
         if found.problem:
             raise PluginError(found.problem, "conflict" if found.duplicate else "failed")
@@ -165,7 +175,7 @@ class Plugins:
             self._register(found, plugin)
             try:
                 self._check_hooks(found.name, plugin)
-                self._features[found.name] = self._describe(found)
+                self._features[found.name] = self._describe_feature(found)
             # A plugin that fails must not stay registered.
             except Exception:
                 self._manager.unregister(name=found.name)
@@ -181,8 +191,7 @@ class Plugins:
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"importing {found.target} of {found.distribution} raised {describe_error(error)}. "
-                "Correct the plugin, "
-                f"or turn it off by OVPATCH=-{found.name}"
+                f"Correct the plugin, or turn it off by OVPATCH=-{found.name}"
             ) from error
 
     def _register(self, found: FoundPlugin, plugin: object) -> None:
@@ -207,7 +216,7 @@ class Plugins:
         if missing:
             raise PluginError(f"does not implement {' and '.join(missing)}. Add it to the plugin")
 
-    def _describe(self, found: FoundPlugin) -> Feature:
+    def _describe_feature(self, found: FoundPlugin) -> Feature:
         feature = self.call_hook(found.name, "ovpatch_feature")
         if not isinstance(feature, Feature):
             raise PluginError(
@@ -235,17 +244,26 @@ class Plugins:
         return any(caller.name == hook for caller in callers)
 
     def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
-        """Return the result of one hook of a plugin, None if it is not implemented; PluginError if the hook raises."""
+        """Return the result of one hook of a plugin, or None if the plugin does not implement it.
+
+        Raises:
+            PluginError: The hook raises.
+        """
         plugin = self._manager.get_plugin(name)
         rest = [member for member in self._manager.get_plugins() if member is not plugin]
         try:
             results = self._manager.subset_hook_caller(hook, rest)(**arguments)
-        except (Exception, SystemExit) as error:  # a plugin may raise any exception
+        # A plugin may raise any exception.
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
     def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
-        """Call a hook that returns strings, one string, or None; PluginError for anything else."""
+        """Return the strings that a hook returns, which may also return a single string or None.
+
+        Raises:
+            PluginError: The hook returns something else.
+        """
         found = self.call_hook(name, hook, **arguments)
         if isinstance(found, str):
             return (found,)
@@ -254,12 +272,12 @@ class Plugins:
         # A plugin's objects may raise any exception.
         except Exception as error:
             raise PluginError(
-                f"{hook} returned {type(found).__name__}, not a list of texts. Return a list"
+                f"{hook} returned {type(found).__name__}, not a list of strings. Return a list"
             ) from error
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and text of an error in one line."""
+    """Return the type and message of an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO
 
 from ovpatch.session.gains import describe_gains
 from ovpatch.session.session_report import IDLE, TROUBLE, UNTESTED, did_work
-from ovpatch.settings.options import DEFAULT
+from ovpatch.settings.feature_options import DEFAULT
 
 _HEADS: Final = ("feature", "state", "details")
 _COLOURS: Final = {

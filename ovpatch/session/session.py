@@ -1,4 +1,4 @@
-"""The session: which features of a process are on, with which options, and the way back from failures.
+"""The session: the features of a process that are on, their options, and the recovery from failed calls.
 
 :class:`ActiveFeatures` calls plugin hooks and the patch manager in the order that turns features on and off.
 """
@@ -27,20 +27,18 @@ from ovpatch.session.feature_plan import (
 from ovpatch.session.plugins import PluginError, Plugins
 from ovpatch.session.script_names import list_script_names
 from ovpatch.session.session_report import TROUBLE, Report
-from ovpatch.settings import options as opts
-from ovpatch.settings import settings
+from ovpatch.settings import feature_options, settings
 from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise_name
 
 
 class _Registrar:
-    """The patch manager of one feature; an :class:`ovpatch.Registrar`."""
+    """The patch manager of one feature, which implements :class:`ovpatch.Registrar`."""
 
     def __init__(self, manager: PatchManager, feature: str, options: Mapping[str, Any]) -> None:
         self._manager = manager
         self._feature = feature
         self._options = options
-        # Whether patches may be registered: until the feature is off, which another thread may
-        # cause.
+        # Whether the feature may apply patches. Another thread may turn the feature off at any time.
         self.is_open = True
 
     def register_patch(
@@ -58,11 +56,12 @@ class _Registrar:
     def apply(self) -> None:
         if self.is_open:
             self._manager.apply(self._feature)
+        # If the feature was turned off during the call, its revert() may have come too early for these patches.
         if not self.is_open:
             self._manager.revert(self._feature)
             raise PatchError(
-                f"feature {self._feature!r} has been turned off meanwhile; turn it on and start "
-                "again"
+                f"feature {self._feature!r} has been turned off during the call; turn it on and "
+                "start again"
             )
 
 
@@ -70,10 +69,12 @@ class ActiveFeatures:
     """The features that are on, and the patch manager below them. The session's lock guards it."""
 
     def __init__(self) -> None:
-        self.plugins: Final = Plugins()  # the plugins in memory
+        # The plugins that are imported.
+        self.plugins: Final = Plugins()
         # The features that are on, in the order of their activation.
         self.active: Final[dict[str, FeatureRecord]] = {}
         self._manager: Final = PatchManager()
+        # The registrar of the last activation of each feature.
         self._registrars: Final[dict[str, _Registrar]] = {}
 
     def statuses(self) -> Sequence[PatchStatus]:
@@ -81,12 +82,13 @@ class ActiveFeatures:
         return self._manager.statuses()
 
     def turn_off(self, names: Collection[str]) -> None:
-        """Turn features off, the last one first.
+        """Turn features off, starting with the last activated.
 
-        Raises FeatureError if a plugin cannot give its live objects their stock behaviour back: it stays on, as do the
-        features that became active before it. Or all are off, but a hook's handle could not be removed.
+        Raises:
+            FeatureError: A plugin cannot restore the stock behaviour of its live objects. Its feature stays on, and so
+                do features that became active before it. Or all are off, but a hook's handle could not be removed.
         """
-        left: list[str] = []
+        remainders: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
             try:
                 self.plugins.call_hook(name, "ovpatch_deactivate")
@@ -95,12 +97,13 @@ class ActiveFeatures:
                 raise FeatureError(
                     f"{name!r} cannot be turned off now and stays on: {cause}."
                 ) from error
-            left += self._take_back(name)
+            remainders += self._revert_patches(name)
             del self.active[name]
             drop_failures(name)
-        if left:
+        if remainders:
             raise FeatureError(
-                f"turned off, and yet something is left: {'; '.join(left)}. Remove it, or restart."
+                "turned off, but parts of the features remain: "
+                f"{'; '.join(remainders)}. Remove them, or restart."
             )
 
     def drop_unfinished(self) -> None:
@@ -110,7 +113,7 @@ class ActiveFeatures:
                 self._withdraw(name)
 
     def turn_on(self, plan: FeaturePlan) -> None:
-        """Register all planned features, patch, activate; a feature that fails is off in the plan."""
+        """Register all planned features, patch and activate them. A feature that fails is off in the plan."""
         for name in self.active:
             plan.records[name].state = "applied"
             plan.records[name].remarks = self.active[name].remarks
@@ -124,10 +127,10 @@ class ActiveFeatures:
         for name in sort_by_requirements(plan.get_planned()):
             record = plan.records[name]
             self._manager.unregister(name)
-            # A layer of the feature that was used while the feature was off may have noted some.
+            # A layer of the feature that was used while the feature was off may have noted failures.
             drop_failures(name)
             try:
-                options = opts.get_values(record.options)
+                options = feature_options.get_values(record.options)
                 registrar = _Registrar(self._manager, name, options)
                 self._registrars[name] = registrar
                 self.plugins.call_hook(name, "ovpatch_register", patches=registrar, options=options)
@@ -136,35 +139,40 @@ class ActiveFeatures:
         self._drop_unmet(plan)
 
     def _patch(self, plan: FeaturePlan) -> None:
-        """Apply all patches at once; if that fails, feature by feature, to find the one at fault."""
-        patching = {status.feature for status in self.statuses()}  # a feature may have no patch
+        """Apply all patches in one call; if that fails, feature by feature, to find the feature at fault."""
+        # Some features have no patch, and the manager does not know them.
+        patching = {status.feature for status in self.statuses()}
         names = [name for name in sort_by_requirements(plan.get_planned()) if name in patching]
         if not names:
             return
         try:
             self._manager.apply(*names)
-        except (Exception, SystemExit):  # noqa: BLE001  # runs plugins' functions; the next lines find the one at fault
+        # The call runs functions of plugins, which may raise any exception.
+        except (Exception, SystemExit):  # noqa: BLE001
+            # Features that the user named come first: of two features in conflict, the second fails.
             for name in sorted(names, key=lambda name: not plan.records[name].request.by_name):
                 try:
                     self._manager.apply(name)
-                except (Exception, SystemExit) as error:  # noqa: BLE001  # as above
+                except (Exception, SystemExit) as error:  # noqa: BLE001
                     self._fail(plan.records[name], error, error)
         self._drop_unmet(plan)
 
     def _activate(self, plan: FeaturePlan, name: str) -> None:
         record = plan.records[name]
-        options = opts.get_values(record.options)
+        options = feature_options.get_values(record.options)
         try:
             record.remarks = self.plugins.call_for_texts(name, "ovpatch_activate", options=options)
         except PluginError as error:
-            try:  # let the plugin clean up
+            # The plugin may have changed some live objects before it failed.
+            try:
                 self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as second:
                 logs.logger.debug("%s: %s", name, second)
             self._fail(record, error, error.__cause__)
             self._drop_unmet(plan)
             return
-        record.state, record.reason = "applied", ""
+        record.state = "applied"
+        record.reason = ""
         self.active[name] = record
 
     def _drop_unmet(self, plan: FeaturePlan) -> None:
@@ -175,7 +183,7 @@ class ActiveFeatures:
         self, record: FeatureRecord, error: BaseException, cause: BaseException | None
     ) -> None:
         state = cause.state if isinstance(cause, PatchError) else "failed"
-        record.stand_down(
+        record.set_off(
             state, str(error) if isinstance(error, (PluginError, PatchError)) else repr(error)
         )
         self._withdraw(record.found.name)
@@ -183,22 +191,23 @@ class ActiveFeatures:
     def _withdraw(self, name: str) -> None:
         """Revert and unregister a feature that did not become active.
 
-        If another library has patched on top, its declarations stay, so that the report says *shadowed*.
+        If another library has patched one of its functions afterwards, the feature's declarations stay, so that the
+        report shows the state *shadowed*.
         """
-        for problem in self._take_back(name):
+        for problem in self._revert_patches(name):
             logs.logger.error("%s", problem)
         if not any(
             status.feature == name and status.state == "shadowed" for status in self.statuses()
         ):
             self._manager.unregister(name)
 
-    def _take_back(self, name: str) -> list[str]:
-        """Revert the patches of a feature; returns the errors of hooks that could not be removed."""
+    def _revert_patches(self, name: str) -> list[str]:
+        """Revert the patches of a feature. Return the errors of hooks that could not be removed."""
         if name in self._registrars:
             self._registrars[name].is_open = False
         try:
             self._manager.revert(name)
-        # A hook's handle failed, and everything else was reverted.
+        # The handle of a hook failed. Everything else was reverted.
         except PatchError as error:
             return [str(error)]
         return []
@@ -208,124 +217,130 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class Session:
-    """The features that are on. A lock guards the session; its methods may be called from any thread."""
+    """The features that are on. A lock guards the session, so any thread may call its methods."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._busy = False
+        # Whether apply() or revert() is running. A hook of a plugin must not call them again.
+        self._is_busy = False
         self._features: Final = ActiveFeatures()
+        # The records of all features since the last apply(); empty before the first.
         self._records: dict[str, FeatureRecord] = {}
+        # The options of all calls so far, by feature.
         self._arguments: dict[str, dict[str, Any]] = {}
 
     def after_fork(self) -> None:
-        """Reset the lock in a forked child if another thread held it, since that thread does not exist there.
+        """Reset the lock in a forked child if another thread held it, because the child does not have that thread.
 
-        The lock is not acquired before the fork, as the patch manager's is: plugin code runs under it.
+        The patch manager's lock is acquired before a fork. This lock is not, because plugin code runs under it and
+        would delay the fork.
         """
-        # The lock is free, or the thread that forked holds it.
+        # If this succeeds, the lock was free, or the thread that forked holds it.
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
-            self._lock, self._busy = threading.RLock(), False
+            self._lock = threading.RLock()
+            self._is_busy = False
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         with self._lock:
-            if self._busy:
+            if self._is_busy:
                 raise RuntimeError(
                     "apply() or revert() was called from inside a plugin's hook; call it from "
                     "outside"
                 )
-            self._busy = True
+            self._is_busy = True
             try:
                 yield
             finally:
-                self._busy = False
+                self._is_busy = False
 
     def plan(
         self,
-        asked: Iterable[str] = (),
+        requested: Iterable[str] = (),
         options: Options | None = None,
         strict: bool | None = None,
         environ: Mapping[str, str] | None = None,
         *,
-        ask_machine: bool = True,
+        should_check_machine: bool = True,
     ) -> FeaturePlan:
         """Return the plan of an ``apply``; see :func:`ovpatch.session.feature_plan.make_plan`."""
         with self._lock:
             return feature_plan.make_plan(
                 settings.read_environment(environ),
                 strict,
-                [_name(name) for name in asked],
-                self._with(options),
+                [_check_name(name) for name in requested],
+                self._merge_options(options),
                 {name: record.found for name, record in self._features.active.items()}
                 | plugins.find_plugins(),
                 self._features.plugins,
                 self._features.active,
-                ask_machine=ask_machine,
+                should_check_machine=should_check_machine,
             )
 
     def apply(
         self,
-        asked: Iterable[str],
+        requested: Iterable[str],
         options: Options | None,
         strict: bool | None,
         *,
         tolerant: bool = False,
     ) -> Report:
-        """Turn features on; see :func:`ovpatch.apply`. With ``tolerant``, what cannot run is reported, not raised."""
+        """Turn features on; see :func:`ovpatch.apply`. If ``tolerant``, a feature that cannot run raises no error."""
         with self._exclusive():
-            plan = self.plan(asked, options, strict)
+            plan = self.plan(requested, options, strict)
             logs.log_to_stderr(plan.environment.log)
             for text in () if self._records else settings.find_near_misses():
                 logs.log_visibly(text, logging.WARNING)
             before, known = dict(self._features.active), dict(self._records)
             self._records = plan.records
             try:
-                self._carry_out(plan, before, tolerant)
+                self._switch_features(plan, before, tolerant)
             except BaseException as error:
                 plan.set_failed(error)
                 raise
-            self._arguments = self._with(options)
+            self._arguments = self._merge_options(options)
             report = self.report()
-            _log(report, changed=self._features.active != before, known=known)
+            _log_report(report, has_changed=self._features.active != before, known=known)
             return report
 
-    def _with(self, options: Options | None) -> dict[str, dict[str, Any]]:
+    def _merge_options(self, options: Options | None) -> dict[str, dict[str, Any]]:
         """Return the options of all calls so far: an option that a call does not mention keeps its value."""
         merged = {name: dict(values) for name, values in self._arguments.items()}
-        for name, values in _normalised(
+        for name, values in _normalise_items(
             {} if options is None else options, "options=", "{feature: {option: value}}"
         ):
             own = merged.setdefault(name, {})
-            own.update(_normalised(values, f"options[{name!r}]", "{option: value}"))
+            own.update(_normalise_items(values, f"options[{name!r}]", "{option: value}"))
         return merged
 
-    def _carry_out(
+    def _switch_features(
         self, plan: FeaturePlan, before: Mapping[str, FeatureRecord], tolerant: bool
     ) -> None:
         if not tolerant:
             plan.check_requests()
         try:
-            self._features.turn_off(self._outdated(plan))
+            self._features.turn_off(self._list_outdated(plan))
             self._features.turn_on(plan)
             if not tolerant:
                 plan.check_requests()
-        except BaseException:  # also Ctrl-C
+        # Ctrl-C must not leave half of the features on.
+        except BaseException:
             self._restore(before)
             raise
 
-    def _outdated(self, plan: FeaturePlan) -> list[str]:
-        """Return the active features to turn off, including those that come back with other options."""
-        going: set[str] = set()
-        features = self._described()
+    def _list_outdated(self, plan: FeaturePlan) -> list[str]:
+        """Return the active features to turn off, including features that will come back with other options."""
+        outdated: set[str] = set()
+        features = self._describe_active()
         for name, record in self._features.active.items():
             planned = plan.records[name]
             if planned.state != PLANNED or planned.options != record.options:
-                going |= {name, *find_dependents(name, features)}
-        return [name for name in self._features.active if name in going]
+                outdated |= {name, *find_dependents(name, features)}
+        return [name for name in self._features.active if name in outdated]
 
-    def _described(self) -> dict[str, Feature]:
+    def _describe_active(self) -> dict[str, Feature]:
         return {
             name: record.feature
             for name, record in self._features.active.items()
@@ -351,32 +366,35 @@ class Session:
                 FeaturePlan(settings.read_environment(), False, {**self._features.active, **lost})
             )
         except FeatureError as error:
-            logs.logger.error("while going back to the features of before: %s", error)
+            logs.logger.error("while restoring the features of before the call: %s", error)
         for name in before:
             if name not in self._features.active:
                 logs.logger.error("feature %r was on before and could not be brought back", name)
 
-    def revert(self, asked: Iterable[str]) -> Report:
+    def revert(self, requested: Iterable[str]) -> Report:
         """Turn features off; see :func:`ovpatch.revert`."""
         with self._exclusive():
-            names = [_name(name) for name in asked]
+            names = [_check_name(name) for name in requested]
             known = self._records or plugins.find_plugins()
             for name in names:
                 if name not in known:
                     raise SettingsError(settings.describe_unknown_feature("revert()", name, known))
-            self._revert_only(names or list(self._features.active))
+            self._revert_features(names or list(self._features.active))
             return self.report()
 
-    def _revert_only(self, names: Collection[str]) -> None:
-        features = self._described()
+    def _revert_features(self, names: Collection[str]) -> None:
+        features = self._describe_active()
         named = [name for name in names if name in self._features.active]
-        along = {dependent: name for name in named for dependent in find_dependents(name, features)}
+        requirements = {
+            dependent: name for name in named for dependent in find_dependents(name, features)
+        }
         reasons = {
             dependent: f"reverted together with {name!r}, which it requires"
-            for dependent, name in along.items()
+            for dependent, name in requirements.items()
         }
         reasons |= dict.fromkeys(named, "reverted")
         found = {name: self._features.active[name].found for name in reasons}
+        # A failed call may have turned some features off.
         try:
             self._features.turn_off(reasons)
         finally:
@@ -388,27 +406,27 @@ class Session:
 
     @contextmanager
     def applied(
-        self, asked: Iterable[str], options: Options | None, strict: bool | None
+        self, requested: Iterable[str], options: Options | None, strict: bool | None
     ) -> Iterator[Report]:
         """Turn features on for a block; see :func:`ovpatch.applied`."""
-        before, arguments = dict(self._features.active), self._with(None)
-        report = self.apply(asked, options, strict)
+        before, arguments = dict(self._features.active), self._merge_options(None)
+        report = self.apply(requested, options, strict)
         try:
             yield report
-        except BaseException:  # also Ctrl-C
+        except BaseException:
             try:
-                self._go_back(before, arguments)
+                self._restore_previous(before, arguments)
             # The block's own exception may have the same cause, so it is raised.
             except FeatureError as error:
                 logs.logger.error("at the end of an applied() block, which raised: %s", error)
             raise
-        self._go_back(before, arguments)
+        self._restore_previous(before, arguments)
 
-    def _go_back(
+    def _restore_previous(
         self, before: Mapping[str, FeatureRecord], arguments: dict[str, dict[str, Any]]
     ) -> None:
         with self._exclusive():
-            self._revert_only([name for name in self._features.active if name not in before])
+            self._revert_features([name for name in self._features.active if name not in before])
             self._arguments = arguments
             if any(
                 self._features.active.get(name) is not record for name, record in before.items()
@@ -416,17 +434,16 @@ class Session:
                 self._restore(before)
 
     def report(self, *, with_fits: bool = False) -> Report:
-        """Return which features are on or off at this moment, and why.
+        """Return the present state of each feature, with the reason.
 
         Args:
-            with_fits: Whether to find out which features would help this script, which takes a few
-                milliseconds.
+            with_fits: Whether to find the features that would help this script, which takes a few milliseconds.
         """
         with self._lock:
-            why = "apply() has not been called in this process"
+            reason = "apply() has not been called in this process"
             found = {} if self._records else plugins.find_plugins()
             known = self._records or {
-                name: FeatureRecord(plugin, FeatureRequest(None), "disabled", why)
+                name: FeatureRecord(plugin, FeatureRequest(None), "disabled", reason)
                 for name, plugin in found.items()
             }
             active = self._features.active
@@ -466,21 +483,21 @@ class Session:
         return counters
 
 
-def _name(name: object) -> str:
+def _check_name(name: object) -> str:
     if not isinstance(name, str):
         raise SettingsError(
-            f"names are texts; got {name!r}. Give them one by one, as in apply('a', 'b')."
+            f"names are strings; got {name!r}. Pass each name as an argument: apply('a', 'b')."
         )
     return normalise_name(name)
 
 
-def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, Any]]:
+def _normalise_items(values: object, where: str, shape: str) -> Iterator[tuple[str, Any]]:
     """Yield the items of a mapping with normalised names; two spellings of one name are an error."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{where} is {values!r}; write {shape} there.")
     seen: dict[str, str] = {}
     for key, value in values.items():
-        name = _name(key)
+        name = _check_name(key)
         if name in seen:
             raise SettingsError(
                 f"{where} has {seen[name]!r} and {key!r}, which mean the same. Keep one of them."
@@ -489,9 +506,9 @@ def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, A
         yield name, value
 
 
-def _log(report: Report, *, changed: bool, known: Mapping[str, FeatureRecord]) -> None:
+def _log_report(report: Report, *, has_changed: bool, known: Mapping[str, FeatureRecord]) -> None:
     """Log a summary, and a warning for each feature that is newly in trouble."""
-    if changed or not known:
+    if has_changed or not known:
         logs.logger.info("%s", report.summary())
     for feature in report.features:
         before = known.get(feature.name)

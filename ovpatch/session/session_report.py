@@ -15,7 +15,7 @@ from ovpatch.patching import PatchStatus
 from ovpatch.patching.patch import explain_torch_mismatch
 from ovpatch.session.feature_plan import FeatureRecord
 from ovpatch.session.plugins import PluginError, Plugins
-from ovpatch.settings.options import OptionValue
+from ovpatch.settings.feature_options import OptionValue
 
 # From worst to best; a merged report has the worst state of any process.
 TROUBLE: Final = ("failed", "conflict", "incompatible", "unavailable", "shadowed")

@@ -1,7 +1,7 @@
-"""The role of a process, and the report and results that a worker writes until it ends.
+"""The role of a process, and the reports and results that a worker writes.
 
-A process writes its report at ``apply()`` and at exit, each time atomically. So a killed process has
-left its first report.
+A process writes its report at ``apply()`` and at exit, each time atomically. So a process that is killed has left its
+first report.
 """
 
 from __future__ import annotations
@@ -87,19 +87,22 @@ class MakeReport(Protocol):
 
 
 class _Reporter:
-    """Writes the report file of this process."""
+    """The report file of this process."""
 
     def __init__(self, directory: Path, make_report: MakeReport) -> None:
-        self._directory, self._make_report = directory, make_report
-        # Birth by process id: two processes may have the same id, one after another.
-        self._born: Final = {os.getpid(): time.time_ns()}
+        self._directory = directory
+        self._make_report = make_report
+        # The time of birth by process id. The operating system may give an id to another process later.
+        self._births: Final = {os.getpid(): time.time_ns()}
+        # The parent's report at the fork, whose counts this process must not repeat.
         self._base: dict[str, Any] = {}
-        self._base_of_children: dict[str, Any] = {}
+        # The report before the last fork of this process, for the child.
+        self._child_base: dict[str, Any] = {}
 
     def get_path(self) -> Path:
-        """Return the path of this process's file; a forked child has its own."""
-        born = self._born.setdefault(os.getpid(), time.time_ns())
-        return self._directory / f"worker-{os.getpid()}-{born}.json"
+        """Return the path of this process's file. A forked child has its own file."""
+        birth = self._births.setdefault(os.getpid(), time.time_ns())
+        return self._directory / f"worker-{os.getpid()}-{birth}.json"
 
     def write(self, *, is_last: bool = False) -> None:
         """Write the current report. A missing directory, as on another machine, is no error."""
@@ -112,41 +115,43 @@ class _Reporter:
         data = subtract_report(self._make_report(with_fits=is_last).to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         data["finished"] = is_last
-        worked = any(
+        has_worked = any(
             count for feature in data["features"] for count in feature["counters"].values()
         )
         # Workers of a pool or data loader train nothing.
-        if current_process().daemon and not worked:
+        if current_process().daemon and not has_worked:
             self.get_path().unlink(missing_ok=True)
         else:
             worker_reports.save_json(self.get_path(), data)
 
     def write_safely(self, *, is_last: bool) -> None:
-        """Write the report of a process that may train; never raises."""
+        """Write the report of a process that may train. Never raise."""
         try:
             if may_train():
                 self.write(is_last=is_last)
-        except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
+        # An error at exit would change the script's exit status.
+        except Exception as error:  # noqa: BLE001
             logger.debug("the report was not written: %r", error)
 
     def write_at_exit(self) -> None:
-        """Write the last report of a process that may train; never raises."""
+        """Write the last report of a process that may train. Never raise."""
         self.write_safely(is_last=True)
 
     def write_after_fork(self) -> None:
-        """Write the first report of a forked child that may train; never raises."""
+        """Write the first report of a forked child that may train. Never raise."""
         self.write_safely(is_last=False)
 
     def keep_counts(self) -> None:
         """Keep the counts before a fork, so that the child does not report them again."""
         try:
-            self._base_of_children = self._make_report().to_json()
-        except Exception as error:  # noqa: BLE001  # an error would break the user's fork; at worst counts are doubled
+            self._child_base = self._make_report().to_json()
+        # An error would break the user's fork. Without the counts, the child reports them twice.
+        except Exception as error:  # noqa: BLE001
             logger.debug("no report before a fork: %r", error)
 
     def subtract_parent(self) -> None:
         """Subtract the parent's counts in a forked child."""
-        self._base = self._base_of_children
+        self._base = self._child_base
 
 
 _reporter: _Reporter | None = None
@@ -173,20 +178,21 @@ def may_train() -> bool:
 
 
 def write_report_now(*, is_last: bool) -> None:
-    """Write the report of a process that may be killed, or the last one before an exit without :mod:`atexit`."""
+    """Write the report of a process that may be killed, or the last report before an exit without :mod:`atexit`."""
     if _reporter is not None:
         _reporter.write_safely(is_last=is_last)
 
 
+# The writers of results, which run once: by atexit or by a finalizer of multiprocessing.
 _exit_actions: list[Callable[[], None]] = []
 
 
 def write_at_exit(write: Callable[[], None]) -> None:
     """Call a writer of results when this process, or a forked child of multiprocessing, exits.
 
-    An observed child has its own results. The exit functions of ranks, by ``register_at_exit`` of ``overlap``,
-    leaves forks out, which are no ranks. Children of :mod:`multiprocessing` drop inherited finalizers, and until Python
-    3.12 skip :mod:`atexit`, so each registers its own finalizer.
+    An observed child has its own results. The exit functions of ranks, by ``register_at_exit`` of ``overlap``, do not
+    run in forks, which are no ranks. Children of :mod:`multiprocessing` drop inherited finalizers and, until Python
+    3.12, skip :mod:`atexit`. So each child registers its own finalizer.
     """
     if not _exit_actions:
         atexit.register(_run_exit_actions)
@@ -204,7 +210,7 @@ def _run_exit_actions() -> None:
 
 
 def subtract_report(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report's JSON without the counts of an earlier one."""
+    """Return a report's JSON without the counts of an earlier report."""
     counted = {feature["name"]: feature["counters"] for feature in base.get("features", ())}
     for feature in data["features"]:
         before = counted.get(feature["name"], {})

@@ -31,12 +31,12 @@ STACKS_SIGNAL: Final = signal.SIGRTMIN + 5
 class Orders:
     """The orders to the processes of one variant."""
 
-    # Module with a function ``start_worker(orders)``, which is called at the end of ``import
-    # torch``.
+    # The module whose function ``start_worker(orders)`` is called at the end of ``import torch``.
     worker: str
-    # Directory of their results, visible to all hosts of the job.
+    # The directory for results, which is visible to all hosts of the job.
     directory: Path
-    details: Mapping[str, Any] = field(default_factory=dict)  # settings of the tool, in JSON types
+    # The settings of the tool, in JSON types.
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
         """Return the orders as environment variables."""
@@ -58,16 +58,20 @@ def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
 
 
 def follow_orders() -> None:
-    """Carry out the orders in this process, unless it is a launcher; OSError on a host that lacks their directory."""
+    """Carry out the orders in this process, unless it is a launcher.
+
+    Raises:
+        OSError: This host does not have the directory for results.
+    """
     orders = read_orders()
     if orders is None or not may_train():
         return
     register_process(orders.directory)
-    os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
+    os.register_at_fork(after_in_child=lambda: _register_child(orders.directory))
     import_module(orders.worker).start_worker(orders)
 
 
-def _sign_in_again(directory: Path) -> None:
+def _register_child(directory: Path) -> None:
     """Register a forked child, which may be a rank, so that it does not write into its parent's file."""
     # The directory may have been removed, and a fork must continue.
     with suppress(OSError):
@@ -82,6 +86,5 @@ def register_process(directory: Path) -> None:
     identity = {"pid": os.getpid(), "born": time.time(), **launched}
     save_json(directory / f"process-{os.getpid()}.json", identity)
     stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
-    faulthandler.register(
-        STACKS_SIGNAL, file=stacks, all_threads=True, chain=False
-    )  # keeps the file open
+    # faulthandler keeps the file object, so the file stays open.
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)

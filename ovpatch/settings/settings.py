@@ -1,7 +1,7 @@
-"""Environment variables, and whether the settings turn a feature on.
+"""Environment variables, and the choice of the features that are on.
 
-Off always wins; then the environment overrides the argument, which overrides the default. Options of features are in
-:mod:`ovpatch.settings.options`.
+Off always wins. Otherwise the environment overrides the argument, and the argument overrides the default. Options of
+features are in :mod:`ovpatch.settings.feature_options`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 class SettingsError(ValueError):
-    """A setting cannot be parsed. Raised before anything is patched; the text ends with the remedy."""
+    """A setting that cannot be parsed. It is raised before anything is patched; the message ends with the remedy."""
 
     exit_code = ExitCode.USAGE
 
@@ -31,15 +31,22 @@ class SettingsError(ValueError):
 class Selection(NamedTuple):
     """The value of ``OVPATCH``."""
 
-    # ``defaults`` and ``signed`` are combined with the call's choice; the others replace it.
+    # ``defaults`` and ``signed`` are combined with the call's choice; the remaining kinds replace it.
     kind: Literal["defaults", "nothing", "all", "only", "signed"] = "defaults"
-    text: str = ""  # as written by the user, for messages
-    names: tuple[str, ...] = ()  # features named plainly or with ``+``
-    without: tuple[str, ...] = ()  # features named with ``-``
+    # The value that the user wrote, for messages.
+    text: str = ""
+    # The features that are named plainly or with ``+``.
+    names: tuple[str, ...] = ()
+    # The features that are named with ``-``.
+    without: tuple[str, ...] = ()
 
 
 def parse_selection(text: str) -> Selection:
-    """Parse ``OVPATCH``; raise SettingsError if plain and signed names are mixed, or ``all`` does not stand alone."""
+    """Parse the value of ``OVPATCH``.
+
+    Raises:
+        SettingsError: The value mixes plain and signed names, or has more than ``all`` or a truth value.
+    """
     items = [item.strip() for item in text.split(",") if item.strip()]
     words = {item.lower() for item in items}
     if not items or (len(items) == 1 and words <= set(ON_WORDS)):
@@ -48,21 +55,21 @@ def parse_selection(text: str) -> Selection:
         return Selection("nothing", text)
     if words == {"all"}:
         return Selection("all", text)
-    return _named_selection(text, items, words)
+    return _parse_names(text, items, words)
 
 
-def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
+def _parse_names(text: str, items: list[str], words: set[str]) -> Selection:
     alone = sorted(words & {*ON_WORDS, *OFF_WORDS, "all"})
     if alone:
         raise SettingsError(
-            f"OVPATCH={text}: {alone[0]!r} stands alone. Write it alone, or only names of features."
+            f"OVPATCH={text} combines {alone[0]!r} with other names. Write it alone, or only names "
+            "of features."
         )
     signed = [item for item in items if item[0] in "+-"]
     if signed and len(signed) != len(items):
         raise SettingsError(
             f"OVPATCH={text} mixes plain and signed names. Write only plain names (only these "
-            "features) "
-            f"or only signed ones (the defaults with +name, without -name)."
+            "features) or only signed ones (the defaults with +name, without -name)."
         )
     if any(not item.strip("+-").strip() for item in signed):
         raise SettingsError(f"OVPATCH={text} has a sign without a name. Write +name or -name.")
@@ -79,7 +86,7 @@ def normalise_name(name: str) -> str:
 
 
 def parse_flag(text: str) -> bool | None:
-    """Return the truth value of a text, or None if it is not one."""
+    """Return the truth value of a string, or None if it has none."""
     word = text.strip().lower()
     if word in ON_WORDS:
         return True
@@ -87,7 +94,7 @@ def parse_flag(text: str) -> bool | None:
 
 
 def suggest_name(word: str, candidates: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or nothing."""
+    """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or an empty string."""
     near = get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -95,10 +102,14 @@ def suggest_name(word: str, candidates: Iterable[str]) -> str:
 class Variable(NamedTuple):
     """One environment variable that does not belong to a feature; a row of the table in ``docs/settings.md``."""
 
-    name: str  # the variable
-    values: str  # allowed values
-    default: str  # value if it is unset or empty
-    help: str  # one sentence
+    # The name of the variable.
+    name: str
+    # The allowed values.
+    values: str
+    # The value if the variable is unset or empty.
+    default: str
+    # The meaning, in one sentence.
+    help: str
 
 
 VARIABLES: Final = (
@@ -129,8 +140,7 @@ VARIABLES: Final = (
         "a path",
         "the user's cache",
         "Where options that choose by measurement (`auto`) keep what they measured; a directory "
-        "that cannot be written "
-        "to is left alone.",
+        "that cannot be written to is left alone.",
     ),
     Variable(
         "OVPATCH_THIRD_PARTY",
@@ -157,42 +167,67 @@ RESERVED: Final = frozenset(variable.name for variable in VARIABLES)
 class Environment(NamedTuple):
     """All ``OVPATCH*`` variables of a process."""
 
-    selection: Selection  # ``OVPATCH``
-    auto: bool  # ``OVPATCH_AUTO``
-    strict: bool | None  # ``OVPATCH_STRICT``, or None if it is unset
-    log: str  # ``OVPATCH_LOG``, or an empty string
-    third_party: bool  # ``OVPATCH_THIRD_PARTY``
-    features: Mapping[str, str]  # the remaining variables as text; each must belong to a feature
+    # The value of ``OVPATCH``.
+    selection: Selection
+    # The value of ``OVPATCH_AUTO``: whether ``import torch`` applies ovpatch.
+    auto: bool
+    # The value of ``OVPATCH_STRICT``; None if it is unset, because the call may set it as well.
+    strict: bool | None
+    # The value of ``OVPATCH_LOG``; empty if it is unset.
+    log: str
+    # The value of ``OVPATCH_THIRD_PARTY``.
+    third_party: bool
+    # The remaining variables as strings. Each must belong to a feature.
+    features: Mapping[str, str]
 
 
 class FeatureRequest(NamedTuple):
-    """Whether the settings turn a feature on."""
+    """The decision of the settings on one feature."""
 
-    on: bool | None  # True, False, or None if the feature's own default decides
-    by_name: bool = False  # the settings name the feature, so a skip is an error
-    enforced: bool = False  # off by the environment, so an active feature is reverted
-    reason: str = ""  # the setting that decides, for the report
+    # Whether the feature is on; None if its own default decides.
+    on: bool | None
+    # Whether the settings name the feature. It is then an error if the feature is skipped.
+    by_name: bool = False
+    # Whether the environment turns the feature off. An active feature is then reverted.
+    enforced: bool = False
+    # The setting that decides, for the report.
+    reason: str = ""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment; features' variables stay text, empty is unset. Raises SettingsError for a wrong value."""
+    """Parse the environment, in which an empty variable counts as unset.
+
+    Args:
+        environ: The environment. Default: that of this process.
+
+    Raises:
+        SettingsError: A variable has a wrong value.
+    """
     source = os.environ if environ is None else environ
-    ours = {k: v.strip() for k, v in source.items() if k == PREFIX or k.startswith(PREFIX + "_")}
-    ours = {k: v for k, v in ours.items() if v}
+    ours = {
+        name: value.strip()
+        for name, value in source.items()
+        if name == PREFIX or name.startswith(PREFIX + "_")
+    }
+    ours = {name: value for name, value in ours.items() if value}
     return Environment(
         selection=parse_selection(ours.get(PREFIX, "")),
-        auto=_flag(ours, "OVPATCH_AUTO") or False,
-        strict=_flag(ours, "OVPATCH_STRICT"),
-        log=_level(ours.get("OVPATCH_LOG", "")),
-        third_party=_flag(ours, "OVPATCH_THIRD_PARTY") is not False,
-        features={k: v for k, v in ours.items() if k not in RESERVED},
+        auto=_read_flag(ours, "OVPATCH_AUTO") or False,
+        strict=_read_flag(ours, "OVPATCH_STRICT"),
+        log=_check_log_level(ours.get("OVPATCH_LOG", "")),
+        third_party=_read_flag(ours, "OVPATCH_THIRD_PARTY") is not False,
+        # Only the plugin of a feature, which may be imported later, can parse the feature's variables.
+        features={name: value for name, value in ours.items() if name not in RESERVED},
     )
 
 
 def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return warnings about variables that look like misspelt ones, as ``OVPATH=0``; they may be other software's."""
+    """Return warnings about variables that look like misspelt ones, such as ``OVPATH=0``.
+
+    These are no errors, because such a variable may belong to other software.
+    """
     source = os.environ if environ is None else environ
-    found = [(name, _corrected(name)) for name in source]
+    found = [(name, _correct_name(name)) for name in source]
     return [
         f"{name}={source[name]} does nothing here: no variable of ovpatch has this name (did you "
         f"mean {better!r}?)"
@@ -201,17 +236,17 @@ def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
     ]
 
 
-def _corrected(name: str) -> str:
-    """Return the probable correct name of a variable; "" if it is ours or not similar."""
+def _correct_name(name: str) -> str:
+    """Return the probable name that the user meant; "" if the variable is ours or not similar."""
     if name == PREFIX or name.startswith(PREFIX + "_"):
         return ""
     upper = name.upper()
     head, _, rest = upper.partition("_")
-    one_edit = (
-        SequenceMatcher(None, head, PREFIX).ratio() > 0.85
-    )  # a letter missing, added, replaced or swapped
-    if head != PREFIX and not one_edit:
-        if not upper.replace("_", "").startswith(PREFIX):  # an underscore too many or too few
+    # The ratio of two words of this length is above 0.85 if a letter is missing, added, replaced or swapped.
+    is_one_edit_away = SequenceMatcher(None, head, PREFIX).ratio() > 0.85
+    if head != PREFIX and not is_one_edit_away:
+        # The name may also have an underscore too many or too few.
+        if not upper.replace("_", "").startswith(PREFIX):
             return ""
         rest = upper[len(PREFIX) + upper[: len(PREFIX) + 1].count("_") :].lstrip("_")
     return f"{PREFIX}_{rest}" if rest else PREFIX
@@ -222,7 +257,7 @@ def make_variable_name(feature: str, option: str = "") -> str:
     return "_".join(part for part in (PREFIX, feature, option) if part).upper()
 
 
-def _flag(values: Mapping[str, str], name: str) -> bool | None:
+def _read_flag(values: Mapping[str, str], name: str) -> bool | None:
     if name not in values:
         return None
     truth = parse_flag(values[name])
@@ -231,7 +266,7 @@ def _flag(values: Mapping[str, str], name: str) -> bool | None:
     return truth
 
 
-def _level(text: str) -> str:
+def _check_log_level(text: str) -> str:
     if text and text.lower() not in LOG_LEVELS:
         near = suggest_name(text.lower(), LOG_LEVELS)
         raise SettingsError(
@@ -243,95 +278,116 @@ def _level(text: str) -> str:
 def read_switch(environment: Environment, name: str, known: Collection[str] = ()) -> bool | None:
     """Return the value of ``OVPATCH_<FEATURE>``, or None if it is unset.
 
-    If the variable may be an option of another of the known features, a text that is no truth value is read as that.
+    The variable may also be an option of another known feature: ``OVPATCH_A_B`` is feature ``a_b`` and option ``b`` of
+    feature ``a``. In this case, a value that is no truth value belongs to the option.
     """
-    own = make_variable_name(name)
-    shared = any(name.startswith(other + "_") for other in known if other != name)
-    if shared and parse_flag(environment.features.get(own, "1")) is None:
+    variable = make_variable_name(name)
+    may_be_option = any(name.startswith(feature + "_") for feature in known if feature != name)
+    if may_be_option and parse_flag(environment.features.get(variable, "1")) is None:
         return None
-    return _flag(environment.features, own)
+    return _read_flag(environment.features, variable)
 
 
 def get_request(
-    name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
+    name: str, environment: Environment, requested: Collection[str], known: Collection[str] = ()
 ) -> FeatureRequest:
-    """Return whether the settings turn a feature on; ``asked`` are those named in the call, none for the defaults."""
-    selection, own, said = (
-        environment.selection,
-        make_variable_name(name),
-        read_switch(environment, name, known),
-    )
+    """Return the decision of the settings on a feature.
+
+    Args:
+        name: The feature.
+        environment: The environment variables.
+        requested: The features that the call names. Empty: the defaults.
+        known: All features.
+    """
+    selection = environment.selection
+    variable = make_variable_name(name)
+    switch = read_switch(environment, name, known)
     if selection.kind == "nothing":
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
-    if said is False:
-        return FeatureRequest(False, enforced=True, reason=f"off by {own}=0")
+    if switch is False:
+        return FeatureRequest(False, enforced=True, reason=f"off by {variable}=0")
     if name in selection.without:
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
-    if said or name in selection.names:
+    if switch or name in selection.names:
         return FeatureRequest(
-            True, by_name=True, reason=f"{own}=1" if said else f"OVPATCH={selection.text}"
+            True, by_name=True, reason=f"{variable}=1" if switch else f"OVPATCH={selection.text}"
         )
     if selection.kind == "only":
         return FeatureRequest(False, enforced=True, reason=f"not named in OVPATCH={selection.text}")
-    if name in asked:
+    if name in requested:
         return FeatureRequest(True, by_name=True, reason="named in the call")
     if selection.kind == "all":
         return FeatureRequest(True, reason="OVPATCH=all")
     return (
         FeatureRequest(False, reason="not named in the call")
-        if asked
+        if requested
         else FeatureRequest(None, reason="on by default")
     )
 
 
 def check_names(
-    environment: Environment, asked: Iterable[str], options: Iterable[str], known: Collection[str]
+    environment: Environment,
+    requested: Iterable[str],
+    options: Iterable[str],
+    known: Collection[str],
 ) -> None:
-    """Raise a SettingsError for a feature that is not installed; it names the place and the nearest known name."""
+    """Raise a SettingsError that names the place and the nearest known name if a feature is not installed.
+
+    Args:
+        environment: The environment variables.
+        requested: The features that the call names.
+        options: The features whose options the call sets.
+        known: All features.
+    """
     selection = environment.selection
     places = [
         (f"OVPATCH={selection.text}", name) for name in (*selection.names, *selection.without)
     ]
-    places += [("the call", name) for name in asked]
+    places += [("the call", name) for name in requested]
     places += [("options=", name) for name in options]
     for place, name in places:
         if name not in known:
             raise SettingsError(describe_unknown_feature(place, name, known))
-    own = {make_variable_name(name) for name in known}
+    switches = {make_variable_name(name) for name in known}
     for name in environment.features:
-        if name not in own and not any(name.startswith(one + "_") for one in own):
-            near = suggest_variable(name, own)
+        # A longer name may be an option, which only the plugin of the feature can check.
+        if name not in switches and not any(name.startswith(switch + "_") for switch in switches):
+            near = suggest_variable(name, switches)
             raise SettingsError(
-                f"Unknown environment variable {name}{near}. Unset it, or correct it: {_all(known)}"
+                f"Unknown environment variable {name}{near}. Unset it, or correct it: {_list_features(known)}"
             )
 
 
 def describe_unknown_feature(place: str, name: str, known: Collection[str]) -> str:
     """Return the error text for an unknown feature."""
-    return f"{place} names an unknown feature {name!r}{suggest_name(name, known)}. Correct the name: {_all(known)}"
+    near = suggest_name(name, known)
+    return f"{place} names an unknown feature {name!r}{near}. Correct the name: {_list_features(known)}"
 
 
 def suggest_variable(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'OVPATCH_X'?)"``, by similarity without the common prefix."""
-    shorts = [one.removeprefix(PREFIX + "_") for one in (*known, *RESERVED)]
-    near = suggest_name(name.upper().removeprefix(PREFIX + "_"), shorts)
+    """Return ``" (did you mean 'OVPATCH_X'?)"``, or an empty string if no known name is similar."""
+    # The common prefix would make all names similar.
+    suffixes = [variable.removeprefix(PREFIX + "_") for variable in (*known, *RESERVED)]
+    near = suggest_name(name.upper().removeprefix(PREFIX + "_"), suffixes)
     return near.replace("'", f"'{PREFIX}_", 1)
 
 
-def _all(known: Collection[str]) -> str:
+def _list_features(known: Collection[str]) -> str:
     return f"installed features are {', '.join(sorted(known)) or 'none'}."
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the directory of measurements: ``OVPATCH_CACHE_DIR``, or ``ovpatch`` in the user's cache.
 
-    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``. The directory need not exist.
-    None for a user without a home, as in many containers.
+    The user's cache is ``XDG_CACHE_HOME`` if that is an absolute path, otherwise ``~/.cache``. The directory may not
+    exist yet. The function returns None for a user without a home, as in many containers.
     """
     source = os.environ if environ is None else environ
-    named, base = source.get("OVPATCH_CACHE_DIR", "").strip(), source.get("XDG_CACHE_HOME", "")
+    configured = source.get("OVPATCH_CACHE_DIR", "").strip()
+    base = source.get("XDG_CACHE_HOME", "")
     users = Path(base if os.path.isabs(base) else "~/.cache") / "ovpatch"
     try:
-        return (Path(named) if named else users).expanduser()
-    except RuntimeError:  # raised by pathlib for a user without a home
+        return (Path(configured) if configured else users).expanduser()
+    # pathlib raises this error for a user without a home.
+    except RuntimeError:
         return None

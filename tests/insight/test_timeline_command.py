@@ -318,7 +318,7 @@ def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
     done = run(tmp_path, "--step", "2", "--", *preloaded(), script)
     assert done.rc == 1
     assert "the data ran out" in done.stderr
-    assert "steps 2 to 4 were asked for, recorded was 2 to 3" in done.stderr
+    assert "steps 2 to 4 were requested, recorded was 2 to 3" in done.stderr
     assert "no communication in steps 2 to 3" in done.stdout
 
 
@@ -330,7 +330,7 @@ def test_an_variant_that_recorded_nothing_does_not_take_the_other_with_it(tmp_pa
     done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", *preloaded(), script)
     assert done.rc == 3
     assert (
-        "patched: nothing was recorded. The command ended after step 1, and step 2 was asked for"
+        "patched: nothing was recorded. The command ended after step 1, and step 2 was requested"
         in done.stderr
     )
     assert "\nstock: no communication in steps 2 to 4" in done.stdout

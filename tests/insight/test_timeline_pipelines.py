@@ -128,7 +128,7 @@ def test_ranks_are_rows_of_coloured_computations(run, tmp_path):
                 (round(box.x0), round(box.x1), colour)
             )
     waits = [(0, 10), (20, 40), (75, 80), (85, 100)]
-    expected = [(*span, pipelines.WAIT) for span in waits] + [(80, 85, pipelines.OTHER)]
+    expected = [(*span, pipelines.WAIT) for span in waits] + [(80, 85, pipelines.REST)]
     expected += [
         (10, 20, pipelines.COLOURS["F"]),
         (40, 60, pipelines.COLOURS["B"]),

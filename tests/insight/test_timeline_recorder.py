@@ -130,7 +130,7 @@ def test_a_script_that_ends_earlier_leaves_what_there_is(run):
     assert facts["recorded"] == [3, 4]
     recording = read_recording("patched", folder, range(3, 8))
     assert recording.run.steps == (3, 4)
-    assert "steps 3 to 7 were asked for, recorded was 3 to 4" in recording.remarks[0]
+    assert "steps 3 to 7 were requested, recorded was 3 to 4" in recording.remarks[0]
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_a_rank_without_a_trace_is_named(tmp_path):
         ([], "No process made a step of an optimizer"),
         (
             [facts(last=2, recorded=())],
-            "ended after step 2, and step 3 was asked for. Lower --step",
+            "ended after step 2, and step 3 was requested. Lower --step",
         ),
     ],
 )

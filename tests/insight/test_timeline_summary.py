@@ -238,7 +238,7 @@ def test_the_text(variants):
     assert ("stock", "0 <- most exposed", "210", "172", "80.0", "38.0", "0", "0", "68%") in lines
     assert ("patched", "1", "190", "180", "80.0", "10.0", "0", "0", "89%") in lines
     assert ("patched", "nccl all_reduce", "ovpatch::ddp::all_reduce", "1", "80.0", "12.0") in lines
-    assert "overlap efficiency: too few steps to tell (1; record 3 or more by --steps)" in found
+    assert "overlap efficiency: too few steps to judge (1; record 3 or more by --steps)" in found
     assert "stock: 38.0 of 210 ms are exposed communication (rank 0, step 5)" in found
 
 

@@ -16,9 +16,9 @@ from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
 from ovpatch.insight.verify.recording import (
     BACKWARD,
     CHECKPOINT,
+    MAX_KEPT_ELEMENTS,
     SCALE,
     STEP,
-    WHOLE,
     EventRecorder,
     keep_text,
     keep_value,
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_counted_apart(record):
 
 def test_losses_that_are_not_finite_are_not_counted(record):
     nan = float("nan")
-    large = torch.zeros(WHOLE + 1)
+    large = torch.zeros(MAX_KEPT_ELEMENTS + 1)
     large[0] = nan
     events = [
         (BACKWARD, {"loss": keep_value(loss)}) for loss in (nan, torch.tensor(nan), large, 1.0)
@@ -292,7 +292,9 @@ def test_a_noise_run_that_went_another_way_allows_nothing(record):
 
 def test_large_tensors_are_judged_by_their_sums():
     def row(more, noise_run=0.0):
-        stock, patched, other = (value(1.0, moved, WHOLE * 4) for moved in (0.0, more, noise_run))
+        stock, patched, other = (
+            value(1.0, moved, MAX_KEPT_ELEMENTS * 4) for moved in (0.0, more, noise_run)
+        )
         (found,) = compare_values({"a": stock}, {"a": patched}, {"reordered": {"a": other}})
         return found.verdict
 
@@ -300,14 +302,14 @@ def test_large_tensors_are_judged_by_their_sums():
     assert row(1e-6) is Verdict.WITHIN_NOISE
     assert row(1e-2, noise_run=0.6e-2) is Verdict.WITHIN_NOISE
     assert row(1e-2, noise_run=0.4e-2) is Verdict.DIFFERENT
-    zeros, signed = torch.zeros(WHOLE + 1), torch.zeros(WHOLE + 1)
+    zeros, signed = torch.zeros(MAX_KEPT_ELEMENTS + 1), torch.zeros(MAX_KEPT_ELEMENTS + 1)
     signed[3] = -0.0
     (found,) = compare_values({"a": keep_value(zeros)}, {"a": keep_value(signed)}, {})
     assert (found.verdict, found.max_abs_diff) == (Verdict.WITHIN_NOISE, 0.0)
 
 
 def test_a_nan_is_different_wherever_it_comes(record):
-    for size in (4, WHOLE + 1):
+    for size in (4, MAX_KEPT_ELEMENTS + 1):
         stock, patched = value(size=size), value(more=float("nan"), size=size)
         (found,) = compare_values(
             {"a": stock}, {"a": patched}, {"rerun": {"a": value(more=1.0, size=size)}}

@@ -13,7 +13,13 @@ from torch import Tensor
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import Noise, RunComparison, Size, compare_runs, judge_value
-from ovpatch.insight.verify.recording import STEP, WHOLE, EventRecorder, RecordedRun, keep_value
+from ovpatch.insight.verify.recording import (
+    MAX_KEPT_ELEMENTS,
+    STEP,
+    EventRecorder,
+    RecordedRun,
+    keep_value,
+)
 from tests.insight.chaos import Event, trained
 from tests.support import patience
 from tests.support.preloaded import preloaded
@@ -182,7 +188,7 @@ def test_few_elements_may_be_a_unit_off_where_the_noise_run_moved_anything():
     assert verdict_of(torch.ones(32), nan) is Verdict.DIFFERENT
 
 
-@pytest.mark.parametrize("size", [64, 2 * WHOLE])
+@pytest.mark.parametrize("size", [64, 2 * MAX_KEPT_ELEMENTS])
 def test_no_more_elements_may_move_than_noise_moves(size):
     stock = torch.zeros(size)
     noise = Size(2e-3, 5e-4)

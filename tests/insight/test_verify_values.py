@@ -130,7 +130,7 @@ def test_small_tensors_are_copies_and_large_ones_are_folded():
     small.add_(1)
     assert kept.values.tolist() == [1.0, 1.0, 1.0]
     assert (kept.form, kept.folded) == ("float32 [3]", False)
-    large = recording.keep_value(torch.ones(recording.WHOLE + 1))
+    large = recording.keep_value(torch.ones(recording.MAX_KEPT_ELEMENTS + 1))
     assert large.folded
     assert large.values.shape == (recording.BUCKETS,)
 
@@ -166,7 +166,7 @@ def test_a_sparse_gradient_equals_the_dense_one():
 
 def test_keeping_draws_no_random_number_and_builds_no_graph():
     before = torch.get_rng_state()
-    kept = recording.keep_value(torch.ones(recording.WHOLE + 1, requires_grad=True) * 2)
+    kept = recording.keep_value(torch.ones(recording.MAX_KEPT_ELEMENTS + 1, requires_grad=True) * 2)
     assert torch.equal(torch.get_rng_state(), before)
     assert not kept.values.requires_grad
 

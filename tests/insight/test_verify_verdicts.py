@@ -167,7 +167,7 @@ IN_W = "DIFFERENT: first in 'parameter w' at step 2 on rank 0"
 FAILS_EARLIER = "DIFFERENT: the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
 
 CASES = [
-    case("equal bits need no noise run", Conclusion.BITWISE, "calls 1", "ended by itself before step 5",
+    case("equal bits need no noise run", Conclusion.BITWISE, "calls 1", "ended on its own before step 5",
          head="SAME: all 2 values of 2 steps on 1 rank have stock's bits (a)\n", ran="stock patched"),
     case("within twice the noise run", Conclusion.NOISE, "0.9",
          "allowed 1 value (noise): no more than twice what stock moved", head=NEAR,

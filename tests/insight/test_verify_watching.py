@@ -170,12 +170,12 @@ def test_a_checkpoint_is_read_back_from_its_file(watched, monkeypatch, tmp_path)
         torch.save(saved, tmp_path / "older.pt", _use_new_zipfile_serialization=False)
 
     pt, safe, older = watched(train)
-    assert looked_at(older) == {"(what was looked at)": "the file", "w": "float32 [2, 3]"}
+    assert looked_at(older) == {"(the object that was read)": "the file", "w": "float32 [2, 3]"}
     assert [event.values["saved w"].values.tolist() for event in (pt, safe, older)] == [
         saved["w"].tolist()
     ] * 3
-    assert looked_at(pt) == {"(what was looked at)": "the file", "w": "float16 [2, 3]"}
-    assert looked_at(safe) == {"(what was looked at)": "the file", "w": "float16 [2, 3]"}
+    assert looked_at(pt) == {"(the object that was read)": "the file", "w": "float16 [2, 3]"}
+    assert looked_at(safe) == {"(the object that was read)": "the file", "w": "float16 [2, 3]"}
 
 
 def halving_save(original):
@@ -199,10 +199,10 @@ def test_what_cannot_be_read_back_is_looked_at_as_it_is_handed_over(watched, tmp
     round_trip: list[object] = []
     round_trip.append(round_trip)
     own, buffer, looped, broken = (looked_at(event) for event in watched(train))
-    assert own == {"(what was looked at)": "what was handed over", "own": "type"}
-    assert buffer == {"(what was looked at)": "what was handed over", "0": "int"}
+    assert own == {"(the object that was read)": "what was handed over", "own": "type"}
+    assert buffer == {"(the object that was read)": "what was handed over", "0": "int"}
     assert looped["0.0"] == "list"
-    assert broken == {"(what was looked at)": "nothing: RuntimeError"}
+    assert broken == {"(the object that was read)": "nothing: RuntimeError"}
 
 
 def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):

@@ -252,7 +252,7 @@ def test_declarations_that_can_never_work(pm: PatchManager) -> None:
             pm.register_patch(target, len)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match=r"order='first' .* pass a whole number"):
         pm.register_patch("a.b", len, order="first")  # type: ignore[arg-type]
-    with pytest.raises(DeclarationError, match=r"feature=None .* pass a text"):
+    with pytest.raises(DeclarationError, match=r"feature=None .* pass a string"):
         pm.register_patch("a.b", len, feature=None)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="version range"):
         pm.register_patch("a.b", len, torch="2.11 to 2.15")

@@ -1,1 +1,1 @@
-"""What the tests share: a pool of ranks, whole programs, and the guard that nothing stays patched."""
+"""Support for the tests: a pool of ranks, programs that run to their end, and the guard that nothing stays patched."""

@@ -46,7 +46,7 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
     }
     kept |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     kept.setdefault("RES_OPTIONS", _QUICK_RESOLVER)
-    # Inductor would start processes that compile Triton's kernels beside each rank, where none is compiled.
+    # Inductor would start processes for compiling Triton's kernels next to each rank, although no kernel is compiled.
     kept.setdefault("TORCH_WARM_POOL", "0")
     if _LOOPBACK is not None:
         kept.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
@@ -65,14 +65,17 @@ def updated(environment: Mapping[str, str], changes: Mapping[str, str | None]) -
 
 
 def launched(world: int) -> dict[str, str]:
-    """Return what torchrun tells all ranks of a job on this machine; ``RANK`` and ``LOCAL_RANK`` are missing."""
+    """Return the variables that torchrun sets for all ranks of a job on this machine.
+
+    ``RANK`` and ``LOCAL_RANK`` are missing.
+    """
     size = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
     agent = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
     return {**size, **agent, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on and that no outgoing connection will take before it is used.
+    """Return a port that no process listens on and that no outgoing connection will take before it is used.
 
     Port 0 would choose from the range of outgoing connections, of which a program makes dozens before its last group.
     """
@@ -83,19 +86,18 @@ def free_port() -> int:
             return port
 
 
-_ports = (
-    random.SystemRandom()
-)  # tests seed the module's, and forked processes share the state of others
+# Tests seed the generator of the module, and forked processes share the state of any other generator.
+_ports = random.SystemRandom()
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take ovpatch's variables out of this process's environment: whoever runs the tests may have set some."""
+    """Remove ovpatch's variables from this process's environment, because the user may have set some."""
     for name in [name for name in os.environ if name.startswith("OVPATCH")]:
         monkeypatch.delenv(name)
 
 
 def cleaned(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
-    """Make this process's environment a clean one, and more, for code under test that hands it on to programs."""
+    """Set this process's environment to a clean one and ``more``, for code under test that hands it on to programs."""
     wanted = clean(os.environ) | more
     for name in set(os.environ) - set(wanted):
         monkeypatch.delenv(name)
@@ -105,7 +107,7 @@ def cleaned(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
 
 @contextmanager
 def exactly(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Have this environment for a while, for what takes it from us."""
+    """Replace this process's environment for a while, for processes that inherit it."""
     saved = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)

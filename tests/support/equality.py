@@ -26,7 +26,7 @@ from ovpatch.insight.equality import (
 #: A named value: a tensor, a number, or an object that is equal or not.
 Leaf: TypeAlias = Any
 
-#: Name of a value that stands alone.
+#: Name of a value that is in no container.
 ROOT: Final = "value"
 
 _EXACT = (str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
@@ -34,7 +34,7 @@ _EXACT = (str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
 
 @dataclass(frozen=True)
 class EmptyContainer:
-    """An empty container; a leaf of its own, so that its loss is a difference."""
+    """An empty container, which is a leaf, so that its loss is a difference."""
 
     kind: str
 
@@ -58,9 +58,8 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
 def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
     children: list[tuple[str, Any]]
-    if isinstance(
-        value, torch.Tensor
-    ):  # first: most values are, and the other questions take longer
+    # Most values are tensors, and the remaining checks take longer.
+    if isinstance(value, torch.Tensor):
         yield prefix or ROOT, _plain(value, prefix or ROOT)
         return
     if isinstance(value, Mapping):
@@ -127,7 +126,8 @@ def _kind(leaf: Leaf) -> str:
         return f"empty {leaf.kind}"
     if isinstance(leaf, bool) or not isinstance(leaf, numbers.Number):
         return type(leaf).__name__
-    if isinstance(leaf, numbers.Integral):  # numpy's scalars count as Python's
+    # Numpy's scalars count as Python's.
+    if isinstance(leaf, numbers.Integral):
         return "int"
     return "float" if isinstance(leaf, numbers.Real) else "complex"
 
@@ -155,7 +155,7 @@ _NOTHING: Final = "empty on both sides"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of :func:`compare`; rows are in stock's order, extra names last."""
+    """The outcome of :func:`compare`. Rows are in the order of the stock run, extra names last."""
 
     rows: tuple[Row, ...]
 
@@ -203,18 +203,18 @@ def compare(
     reruns: Sequence[Any] = (),
     floor: float = FLOOR,
 ) -> Comparison:
-    """Compare a patched run with a stock one.
+    """Compare a patched run with a stock run.
 
-    Two identical stock runs are bitwise equal, so a rerun measures no
-    noise. Reordering alone moves some tensors by far more than any fixed tolerance: attention key biases have a true
-    gradient of zero, and AdamW turns its rounding error into full-size steps.
+    Two identical stock runs are bitwise equal, so a rerun measures no noise. Reordering alone moves some tensors by
+    far more than any fixed tolerance: attention key biases have a true gradient of zero, and AdamW turns its rounding
+    error into full-size steps.
 
     Args:
-        stock: Stock's results: nested mappings and sequences of tensors, numbers, text and None.
-        patched: The patched run's results.
-        reordered: Stock's results with another order of reductions, for example another ``bucket_cap_mb``. It is the
-            measure of noise; without it only differences up to 1e-6 are noise.
-        reruns: Further results of stock, for scripts that are not deterministic.
+        stock: The results of the stock run: nested mappings and sequences of tensors, numbers, strings and None.
+        patched: The results of the patched run.
+        reordered: The results of a stock run with another order of reductions, for example another ``bucket_cap_mb``.
+            They measure the noise. Without them only differences up to 1e-6 are noise.
+        reruns: The results of further stock runs, for scripts that are not deterministic.
         floor: Absolute difference that is always allowed.
 
     Raises:
@@ -223,7 +223,7 @@ def compare(
     """
     expected, actual = flatten(stock), flatten(patched)
     noise_runs = [flatten(run) for run in (reordered, *reruns) if run is not None]
-    rows = [_row(name, leaf, actual, noise_runs, floor) for name, leaf in expected.items()]
+    rows = [_make_row(name, leaf, actual, noise_runs, floor) for name, leaf in expected.items()]
     rows += [
         make_different(name, "extra: stock has no such value")
         for name in actual
@@ -232,7 +232,7 @@ def compare(
     return Comparison(tuple(rows))
 
 
-def _row(
+def _make_row(
     name: str,
     stock: Leaf,
     patched: Mapping[str, Leaf],
@@ -248,13 +248,14 @@ def _row(
             name, Verdict.BITWISE, note=_NOTHING if isinstance(stock, EmptyContainer) else ""
         )
     found = _measure(stock, patched[name])
-    if found.first is None:  # of which noise is no part, and most values are so
+    # Most values are equal, and noise does not matter to them.
+    if found.first is None:
         return judge_difference(name, found)
-    others = [
+    repeated = [
         run[name] for run in noise_runs if name in run and not describe_mismatch(stock, run[name])
     ]
     return judge_difference(
-        name, found, [_measure(stock, other).max_abs for other in others], floor
+        name, found, [_measure(stock, value).max_abs for value in repeated], floor
     )
 
 

@@ -1,4 +1,4 @@
-"""What became of every rank of a case, and the error that tells it."""
+"""The fate of every rank of a case, and the error that reports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOISE = ("[Gloo] Rank ",)
 
 @dataclass
 class Fate:
-    """What became of one rank: still running, ok, failed, skipped or died."""
+    """The fate of one rank: still running, ok, failed, skipped or died."""
 
     rank: int
     kind: str = "running"
@@ -31,17 +31,15 @@ class Fate:
         return self.kind in ("failed", "died")
 
     def take(self, kind: str, value: bytes, error: str, details: str, when: float) -> None:
-        self.kind, self.value, self.error, self.details, self.when = (
-            kind,
-            value,
-            error,
-            details,
-            when,
-        )
+        self.kind = kind
+        self.value = value
+        self.error = error
+        self.details = details
+        self.when = when
 
 
 class RankFailure(AssertionError):
-    """A case failed. The text starts with the ranks that failed by themselves, then tells of all others."""
+    """A failed case. The message starts with the ranks that failed on their own, and then lists the remaining ranks."""
 
     def __init__(self, name: str, fates: Sequence[Fate], complaint: str) -> None:
         self.fates = tuple(fates)
@@ -49,35 +47,34 @@ class RankFailure(AssertionError):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that raised or died, or, if none did, those that hung."""
+        """The ranks that raised or died; if there are none, the ranks that hung."""
         bad = tuple(fate.rank for fate in self.fates if fate.bad)
         return bad or tuple(fate.rank for fate in self.fates if fate.running)
 
 
 def _render(name: str, fates: Sequence[Fate], complaint: str) -> str:
-    bad = sorted(
-        (fate for fate in fates if fate.bad), key=lambda fate: fate.when
-    )  # the first is often the cause
+    # The first failure is often the cause.
+    bad = sorted((fate for fate in fates if fate.bad), key=lambda fate: fate.when)
     hung = [fate for fate in fates if fate.running]
     if bad:
         heading = "; ".join(f"rank {fate.rank} of {len(fates)}: {fate.error}" for fate in bad)
     else:
         heading = f"rank {', '.join(str(fate.rank) for fate in hung)} of {len(fates)} {complaint}"
     blocks = [heading, f"in {name}"]
-    others = [fate for fate in fates if not fate.bad]
-    for fate in bad + others:
+    remaining = [fate for fate in fates if not fate.bad]
+    for fate in bad + remaining:
         blocks.append(_block(fate, complaint if not bad else "was still running"))
     return "\n\n".join(blocks)
 
 
 def _block(fate: Fate, complaint: str) -> str:
     finished = "finished; its stacks:" if fate.details else "finished"
-    said = {
+    titles = {
         "running": f"{complaint}; its stacks:",
         "ok": finished,
         "skipped": f"skipped: {fate.error}",
     }
-    lines = [f"-------- rank {fate.rank}: {said.get(fate.kind, fate.error)}"]
+    lines = [f"-------- rank {fate.rank}: {titles.get(fate.kind, fate.error)}"]
     lines += [text for text in (fate.details,) if text]
     if fate.output:
         lines += [f"-------- output of rank {fate.rank}:", fate.output]

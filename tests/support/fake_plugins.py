@@ -1,4 +1,4 @@
-"""Plugins in a folder of their own, installed by nothing but their metadata."""
+"""Plugins in their own folder, which only their metadata installs."""
 
 from __future__ import annotations
 
@@ -79,13 +79,14 @@ class Site:
 
     @property
     def victim(self) -> ModuleType:
-        import victim  # from the folder
+        # From the folder.
+        import victim
 
         return victim
 
     @property
     def log(self) -> list[str]:
-        """What the plugins did so far; imports of plugins included."""
+        """The actions of the plugins so far, including their imports."""
         log: list[str] = self.victim.LOG
         return log
 
@@ -132,7 +133,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A folder of plugins beside those that are installed, in an environment without settings."""
+    """A folder of plugins, in addition to the installed plugins, in an environment without settings."""
     with _on_path(tmp_path, monkeypatch) as made:
         yield made
 
@@ -158,7 +159,7 @@ def _on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 @pytest.fixture
 def session() -> Session:
-    """A session of its own; nothing of it stays, because its targets are forgotten with the site."""
+    """A fresh session. Nothing of it stays, because the site drops its targets."""
     return Session()
 
 

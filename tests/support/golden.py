@@ -9,7 +9,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
 
 def check_golden(name: str, text: str) -> None:
-    """Compare a text with its golden file; with GOLDEN=1 in the environment, write the file.
+    """Compare a string with its golden file; with GOLDEN=1 in the environment, write the file.
 
     Lines are compared without the spaces at their ends, which editors remove.
     """

@@ -1,4 +1,4 @@
-"""Notices what a test leaves behind in torch: patched attributes and global hooks.
+"""A check of what a test changes in torch for good: patched attributes and global hooks.
 
 A snapshot holds the objects themselves, so identity is compared and nothing in it can be garbage collected and have
 its address reused. It looks only at modules that are already imported, and costs some ten microseconds.
@@ -61,9 +61,8 @@ def snapshot() -> Snapshot:
     taken: Snapshot = {}
     for name, owner in _owners():
         attributes = dict(vars(owner))
-        if isinstance(
-            owner, types.ModuleType
-        ):  # modules also hold caches and counters, which are no patches
+        # Modules also have caches and counters, which are no patches.
+        if isinstance(owner, types.ModuleType):
             attributes = {key: value for key, value in attributes.items() if callable(value)}
         taken[name] = attributes
     for module, attribute in _HOOKS:
@@ -74,16 +73,16 @@ def snapshot() -> Snapshot:
 
 
 def leftovers(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return what was changed, added or removed between two snapshots, one sentence each.
+    """Return a sentence for each attribute that was changed, added or removed between two snapshots.
 
-    An owner that was imported in between has no earlier state; there only ovpatch's own mark counts.
+    An owner that was imported in between has no earlier state, so only ovpatch's own mark counts there.
     """
     found: list[str] = []
     for owner, now in after.items():
         then = before.get(owner)
         if then is None:
             found += [
-                f"{owner}.{key} is still patched" for key, value in now.items() if _marked(value)
+                f"{owner}.{key} is still patched" for key, value in now.items() if _is_marked(value)
             ]
             continue
         for key in sorted((set(then) | set(now)) - _VOLATILE):
@@ -91,9 +90,9 @@ def leftovers(before: Snapshot, after: Snapshot) -> list[str]:
                 found.append(f"{owner}.{key} was removed")
             elif key not in then:
                 # Importing a submodule or a name on first use adds to a module; a class or a hook table never grows.
-                if not _is_module(owner) or _marked(now[key]):
+                if not _is_module(owner) or _is_marked(now[key]):
                     found.append(f"{owner}.{key} was added: {_describe(now[key])}")
-            elif then[key] is not now[key] and not _by_dynamo(now[key]):
+            elif then[key] is not now[key] and not _is_from_dynamo(now[key]):
                 found.append(
                     f"{owner}.{key} was {_describe(then[key])} and is now {_describe(now[key])}"
                 )
@@ -113,16 +112,19 @@ def _is_module(owner: str) -> bool:
     return owner in sys.modules
 
 
-def _marked(value: Any) -> bool:
-    function = getattr(value, "__func__", value)  # static and class methods
+def _is_marked(value: Any) -> bool:
+    # Static and class methods have the mark on their function.
+    function = getattr(value, "__func__", value)
     return hasattr(function, "__ovpatch__")
 
 
-def _by_dynamo(value: Any) -> bool:
-    """Whether torch itself put this here: importing or first using the compiler wraps functions, for good."""
+def _is_from_dynamo(value: Any) -> bool:
+    """Return whether torch itself stored the value: the compiler's import or first use wraps functions for good."""
     function = getattr(value, "__func__", value)
     file = getattr(getattr(function, "__code__", None), "co_filename", "").replace("\\", "/")
-    return ("/torch/_dynamo/" in file or file.endswith("/torch/_compile.py")) and not _marked(value)
+    return ("/torch/_dynamo/" in file or file.endswith("/torch/_compile.py")) and not _is_marked(
+        value
+    )
 
 
 def _describe(value: Any) -> str:

@@ -1,12 +1,13 @@
 """Triton's interpreter, for kernels that ranks run over memory that they share.
 
-Triton decides when it is first imported whether it interprets, and the pool's workers have imported it. So such tests
-run in a process of their own, or in ranks:
+Triton decides at its first import whether it interprets, and the pool's workers have imported it. So such tests run in
+another process, or in ranks:
 
     interpreted(cases, 5)            # cases(5), in one process
     interpreted(cases, 5, world=2)   # on each of two ranks in a gloo group; the results by rank
 
-They are forked from one that stays for all calls: the imports of torch and Triton take longer than most of these.
+These processes are forked from a server that stays for all calls, because the imports of torch and Triton take longer
+than most tests.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def interpreted(
     function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 100
 ) -> Any:
-    """Run a module-level function where kernels are interpreted, and return what it returns."""
+    """Run a module-level function in a process that interprets kernels, and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         call = pickle.dumps((function.__module__, function.__qualname__, args))
         Path(folder, "call").write_bytes(call)
@@ -60,8 +61,7 @@ def interpreted(
         )
         if _NO_SIGNATURE in done.stdout:
             pytest.skip(
-                "Triton's interpreter asks for the signature of print, which Python 3.10 does not "
-                "have"
+                "Triton's interpreter reads the signature of print, which Python 3.10 does not have"
             )
         assert done.returncode == 0, done.stdout[-6000:]
         results = [
@@ -78,7 +78,7 @@ def _server() -> Server:
 def allocate(
     size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]
 ) -> Memory:
-    """Stand for :func:`ovpatch.overlap.kernels.symmetric_memory.allocate` among processes on one CPU."""
+    """Replace :func:`ovpatch.overlap.kernels.symmetric_memory.allocate` for processes on one CPU."""
     name = group.group_name
     _allocations[name] += 1
     rank, paths = (
@@ -94,9 +94,8 @@ def allocate(
     return Memory(own, [tensor.data_ptr() for tensor in mapped], mapped)
 
 
-_allocations: collections.Counter[str] = (
-    collections.Counter()
-)  # by group, of which a rank may not be in all
+# The number of allocations by group. A rank may not be in all groups.
+_allocations: collections.Counter[str] = collections.Counter()
 
 
 def _mapped(path: Path, size: int) -> Tensor:
@@ -104,7 +103,7 @@ def _mapped(path: Path, size: int) -> Tensor:
 
 
 class _Everything:
-    """Stands for a function that sees all that the interpreter replaces."""
+    """An imitation of a function whose globals have all that the interpreter replaces."""
 
     __globals__: dict[str, Any] = {}
 
@@ -115,7 +114,7 @@ class _Lasting:
 
 
 class _Types(dict[str, Any]):
-    """numpy's types for Triton's, by name: those have no hash that lasts."""
+    """numpy's types by the names of Triton's types, whose hashes change."""
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -129,12 +128,15 @@ class _Types(dict[str, Any]):
 
 
 def _mend_triton() -> None:
-    """Let scalars be indices, which Triton 3.6 makes of arrays by int(), and numpy 2.4 refuses; and save time.
+    """Allow scalars as indices, and save time.
 
-    The interpreter replaces the language anew for every function that a kernel calls. Here it is replaced once: this
-    process does nothing else with it. It makes a table of numpy's types whenever it wants one, and computes each sum
-    of integers again in 64 bits, to see an overflow of numbers that are small here: two fifths of the time. An
-    addition of 0 asks for what another rank signals: one that waits leaves the core to those that it waits for.
+    Triton 3.6 makes indices from arrays by int(), which numpy 2.4 refuses.
+
+    The interpreter replaces the language again for every function that a kernel calls. Here the language is replaced
+    once, because this process only interprets. The interpreter makes a table of numpy's types at each use, which is
+    cached here. It computes each sum of integers again in 64 bits to detect overflows. Numbers are small here, and this
+    would take two fifths of the time. An addition of 0 reads the signal of another rank, so a rank that waits leaves
+    the core to the ranks that it waits for.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -155,10 +157,10 @@ def _mend_triton() -> None:
 
     atomic = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def create_atomic_rmw(self: Any, operation: Any, pointer: Any, value: Any, *others: Any) -> Any:
+    def create_atomic_rmw(self: Any, operation: Any, pointer: Any, value: Any, *more: Any) -> Any:
         if not value.data.any():
             time.sleep(_POLL)
-        return atomic(self, operation, pointer, value, *others)
+        return atomic(self, operation, pointer, value, *more)
 
     interpreter.InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 

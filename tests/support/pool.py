@@ -51,7 +51,7 @@ PRELOAD: Final = (
     "pytest",
 )
 
-# How long the other ranks may go on once one has failed. They mostly wait for the failed one in a collective.
+# The seconds for which peers may continue after a rank has failed. Most of them wait for this rank in a collective.
 GRACE: Final = 3.0
 
 #: Seconds until a rank that still cleans up counts as hanging.
@@ -59,7 +59,7 @@ _CLEAN_UP_S: Final = 60.0
 
 
 class Pool:
-    """Workers of one pytest session; ``pool(world)`` is the callable that runs a function on that many ranks."""
+    """The workers of one pytest session. ``pool(world)`` is the callable that runs a function on ``world`` ranks."""
 
     def __init__(self, *, grace: float = GRACE, share_gpu: bool = False) -> None:
         resolve_quickly()
@@ -112,8 +112,8 @@ class Pool:
         __tracebackhide__ = True
         arguments = wire.dumps((args, kwargs))
         name = _name(function)
-        limit = patience.scale(timeout * (sharing.PATIENCE if self._share_gpu else 1))
-        workers = self._ready(world, alike="nccl" in (backend or ""))
+        limit = patience.scale(timeout * (sharing.TIMEOUT_FACTOR if self._share_gpu else 1))
+        workers = self._ready(world, same_history="nccl" in (backend or ""))
         self._cases += 1
         try:
             for rank, worker in enumerate(workers):
@@ -153,7 +153,7 @@ class Pool:
         return values
 
     def _gather(self, workers: Sequence[_Worker], deadline: float) -> None:
-        """Wait for all; once one has failed, only :data:`GRACE` for the others."""
+        """Wait for all workers. After the first failure, wait only :data:`GRACE` for the remaining workers."""
         shortened = False
         while running := [worker for worker in workers if worker.fate.running]:
             left = deadline - time.monotonic()
@@ -171,10 +171,10 @@ class Pool:
         if all(fate.kind == "ok" for fate in fates):
             return
         hung = any(worker.fate.running for worker in workers)
-        # A rank that has finished may be the one for whose reply the others wait.
+        # Peers may wait for the reply of a rank that has finished.
         for worker in workers if hung else ():
-            if not worker.fate.bad and stacks.ask(worker.pid):
-                worker.fate.details = stacks.of_the_case(
+            if not worker.fate.bad and stacks.request_stacks(worker.pid):
+                worker.fate.details = stacks.keep_case_stacks(
                     stacks.read(worker.stack_file), worker_module
                 )
         for worker in workers:
@@ -183,10 +183,10 @@ class Pool:
             pytest.skip(next(fate.error for fate in fates if fate.kind == "skipped"))
         raise RankFailure(f"{name.module}.{name.qualname}", fates, complaint)
 
-    def _ready(self, world: int, *, alike: bool) -> list[_Worker]:
-        """Return workers; such as have run the same cases until now, if ``alike``, as symmetric memory wants it."""
+    def _ready(self, world: int, *, same_history: bool) -> list[_Worker]:
+        """Return workers. Symmetric memory needs ``same_history``: workers that have run the same cases so far."""
         if any(not worker.process.is_alive() for worker in self._workers) or (
-            alike and len(self._workers) != world
+            same_history and len(self._workers) != world
         ):
             self._discard()
         self._folder.mkdir(exist_ok=True)
@@ -196,9 +196,9 @@ class Pool:
 
     def _store_port(self) -> int:
         if self._store is None:
-            patience = timedelta(seconds=60)
+            timeout = timedelta(seconds=60)
             self._store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
             )
         return int(self._store.port)
 
@@ -256,7 +256,7 @@ class _Worker:
         return [self._connection, self.process.sentinel]
 
     def look(self) -> None:
-        """Take the outcome, or notice the death."""
+        """Take the outcome, or detect the death of the process."""
         try:
             if self._connection.poll():
                 outcome: Outcome = wire.loads(self._connection.recv_bytes())
@@ -273,21 +273,22 @@ class _Worker:
     def kill(self) -> None:
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # its session, with what the case started
-        self.process.kill()  # it may not have reached setsid() yet
+            # The session contains all processes that the case started.
+            os.killpg(self.pid, signal.SIGKILL)
+        # The process may not have called setsid() yet.
+        self.process.kill()
         self.process.join(60)
         self.process.close()
 
     def _send(self, data: bytes) -> None:
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it died: look() will say so
+        # If the process has died, look() will report it.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send_bytes(data)
 
     def _last_words(self) -> str:
         if not self.stack_file.exists():
             return ""
-        return stacks.of_the_case(
+        return stacks.keep_case_stacks(
             self.stack_file.read_text(errors="replace").strip(), worker_module
         )
 
@@ -306,7 +307,7 @@ def _describe_exit(code: int) -> str:
 
 
 def start_server(environment: Mapping[str, str]) -> None:
-    """Start the fork server, once, under a clean environment: it imports torch, which reads variables."""
+    """Start the fork server, once, under a clean environment, because it imports torch, which reads variables."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     with exactly(environment):
         multiprocessing.forkserver.ensure_running()

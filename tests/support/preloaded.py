@@ -1,16 +1,16 @@
 """Programs that are forked from a server that has imported torch already.
 
-A tool runs its user's command several times, and Python would import torch anew each time, which costs more than most
-runs of the tests. So the command is a client, which starts in a few milliseconds: it asks the server to fork a process
-with its own arguments, environment, folder and streams, hands on signals, and ends as that does:
+A tool runs its user's command several times, and Python would import torch again each time, which costs more than most
+runs of the tests. So the command is a client that starts in a few milliseconds. The client makes the server fork a
+process with the client's arguments, environment, folder and streams, forwards signals, and exits as that process does:
 
     [*preloaded(), "train.py"]             # as [sys.executable, "train.py"]
     [*preloaded(ranks=2), "train.py"]      # as torchrun --nproc-per-node 2 train.py
-    forks.torchrun(2, "train.py")          # a test's own run of that, with what it yields
+    forks.torchrun(2, "train.py")          # the same run from a test, which gets the result
 
-It is for runs in which neither the start of Python nor the import of torch is tested: what a program computes, stock or
-patched, does not depend on who started it. Each kind of program is started once as users start it, see ``scripts``. Not
-torchrun's are restarts, and processes that begin without torch.
+Use it for runs in which neither the start of Python nor the import of torch is tested: the results of a program, stock
+or patched, do not depend on the process that started it. Each kind of program is started once as users start it, see
+``scripts``. Unlike torchrun, the server has no restarts, and no processes that start without torch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parents[1]
 REPORT_DIR: Final = "OVPATCH_REPORT_DIR"
 
-#: Variable of a process that the server forks: whether gloo needs the help of our own module ``gloo``.
+#: Variable of a process that the server forks: whether gloo needs the workarounds of our module ``gloo``.
 HELP_GLOO: Final = "TESTS_HELP_GLOO"
 
-_SECONDS = 60.0  # until a server has imported torch
-_ROOM = "." * (1 << 16)  # for a client's environment, where the system keeps that of the server
+# The time in which a server must import torch.
+_START_TIMEOUT_S = 60.0
+# A variable of the server, whose memory a forked process needs for the client's environment.
+_ROOM = "." * (1 << 16)
 
 
 class Server:
-    """A process that has imported torch, and that ends when this one does.
+    """A process that has imported torch, and that ends when this process does.
 
     Args:
-        modules: What it imports besides torch, and torch._dynamo, which the first optimizer would import in each
-            process. They must not start threads, nor CUDA: neither survives a fork.
-        variables: What these are to find in the environment.
+        modules: Modules to import as well. The server always imports torch and torch._dynamo, which the first optimizer
+            would import in each process. They must not start threads or CUDA, which do not survive a fork.
+        variables: Environment variables that these modules need.
     """
 
     def __init__(self, *modules: str, **variables: str) -> None:
@@ -64,22 +66,23 @@ class Server:
         )
         atexit.register(self.close)
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], patience.scale(_SECONDS))[0], (
+        assert select.select([self._process.stdout], [], [], patience.scale(_START_TIMEOUT_S))[0], (
             "the server does not start"
         )
         assert self._process.stdout.readline() == b"ready\n"
 
     def close(self) -> None:
-        """End the server, and what it has forked."""
+        """End the server and the processes that it has forked."""
         atexit.unregister(self.close)
-        self._process.communicate()  # closes its stdin, by which it ends
+        # This closes the server's stdin, and then the server ends.
+        self._process.communicate()
         self._folder.cleanup()
 
     def command(self, ranks: int = 0) -> list[str]:
-        """Return what comes before a script in a command.
+        """Return the words before a script in a command.
 
         Args:
-            ranks: How many processes run the script, as under torchrun; 0: one, as under ``python``.
+            ranks: The number of processes that run the script, as under torchrun; 0 for one, as under ``python``.
         """
         return [
             sys.executable,
@@ -106,11 +109,12 @@ class Server:
             script: The program.
             args: Its arguments.
             env: Changes to the environment, as for :func:`tests.support.scripts.run`.
-            report: Gets the merged report as from ``ovpatch run --report``, which with this is imitated.
-            timeout: Seconds; then all ranks write their stacks.
+            report: The file for the merged report. If it is given, the run imitates ``ovpatch run --report``.
+            timeout: Seconds after which all ranks write their stacks.
         """
         command = [*self.command(processes), script, *args]
-        if report is None:  # what is ours needs no help with gloo
+        # Patched programs need no workarounds for gloo.
+        if report is None:
             return scripts.run(command, env={HELP_GLOO: "1", **(env or {})}, timeout=timeout)
         with tempfile.TemporaryDirectory(prefix="reports-") as folder:
             run = {"OVPATCH_AUTO": "1", REPORT_DIR: folder}
@@ -120,9 +124,8 @@ class Server:
 
 
 def _merge_reports(folder: Path, report: Path) -> None:
-    from ovpatch.session import (
-        worker_reports,  # here: in the server, which imports this module, nothing of ovpatch is
-    )
+    # The server imports this module, and must not import ovpatch.
+    from ovpatch.session import worker_reports
 
     if reports := worker_reports.read_reports(folder, "worker"):
         worker_reports.save_json(report, worker_reports.merge_reports(reports))
@@ -135,5 +138,5 @@ def plain_server() -> Server:
 
 
 def preloaded(ranks: int = 0) -> list[str]:
-    """Return what comes before a script in a command, see :meth:`Server.command`."""
+    """Return the words before a script in a command, see :meth:`Server.command`."""
     return plain_server().command(ranks)

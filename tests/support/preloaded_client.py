@@ -24,7 +24,8 @@ if __name__ == "__main__":
             signal.signal(number, lambda number, frame: server.send(bytes([number])))
     code = int(server.recv(16) or b"1")
     if code < 0:
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):  # these have no handler
+        # A process cannot handle these signals.
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

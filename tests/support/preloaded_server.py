@@ -1,7 +1,7 @@
 """The server of ``preloaded``: forks processes that have imported torch, one for each client.
 
-It ends, and all that it has forked, when its stdin does, which is that of whoever started it. A process that it forks
-is ended when its client is.
+The server and the processes that it has forked end when its stdin is closed by the process that started it. A forked
+process is ended when its client ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 from tests.support.environment import launched
 from tests.support.preloaded import HELP_GLOO
 
-LONGEST = 1 << 18  # bytes of a call
+MAX_CALL_BYTES = 1 << 18
 SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Server:
-    """Its clients, each with the process that was forked for it."""
+    """The clients, each with the process that was forked for it."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,7 +45,7 @@ class Server:
             self._selector.register(source, selectors.EVENT_READ)
 
     def serve(self) -> list[str] | None:
-        """Return in each forked process with its call, and with None in the server itself, at the end."""
+        """Serve clients. Return the call in each forked process, and None at the end of the server itself."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake.fileno())
         while True:
@@ -62,11 +62,11 @@ class Server:
                     self._woken.recv(4096)
                     self._reap()
                 elif source in self._clients:
-                    self._hear(source)
+                    self._receive(source)
 
     def _fork(self) -> list[str] | None:
         client, _ = self._listener.accept()
-        message, streams, _, _ = socket.recv_fds(client, LONGEST, 3)
+        message, streams, _, _ = socket.recv_fds(client, MAX_CALL_BYTES, 3)
         pid = os.fork()
         if not pid:
             self._leave(client)
@@ -78,23 +78,24 @@ class Server:
         return None
 
     def _leave(self, client: socket.socket) -> None:
-        """Take nothing of the server into a process."""
+        """Close everything of the server in a forked process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for one in (client, self._listener, self._woken, self._wake, *self._clients):
-            one.close()
+        for connection in (client, self._listener, self._woken, self._wake, *self._clients):
+            connection.close()
 
     def _reap(self) -> None:
         for client, pid in list(self._clients.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                with suppress(OSError):  # the client has gone
+                # The client may have ended.
+                with suppress(OSError):
                     client.send(str(os.waitstatus_to_exitcode(status)).encode())
                 self._drop(client)
 
-    def _hear(self, client: socket.socket) -> None:
-        """Hand a signal on, or end the process whose client has gone."""
+    def _receive(self, client: socket.socket) -> None:
+        """Forward a signal, or end the process if its client has ended."""
         number = client.recv(1)
         if number:
             _signal(self._clients[client], number[0])
@@ -102,12 +103,13 @@ class Server:
             self._drop(client)
 
     def _drop(self, client: socket.socket) -> None:
-        """End what is left of a client's processes."""
+        """End the remaining processes of a client."""
         pid = self._clients.pop(client)
         self._selector.unregister(client)
         client.close()
         _signal(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # it has been reaped
+        # The process may have been reaped.
+        with suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
 
@@ -117,7 +119,10 @@ def _signal(group: int, number: int) -> None:
 
 
 def _show_environment() -> None:
-    """Let others read it in /proc, where the tools under test find their processes by it: it is that of the start."""
+    """Write the environment to the memory that /proc shows.
+
+    The tools under test find their processes by it. Without this, /proc would show the environment of the start.
+    """
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     text = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
     assert len(text) < end - start, "too little room"
@@ -125,7 +130,7 @@ def _show_environment() -> None:
 
 
 def _become(message: bytes, streams: list[int]) -> list[str]:
-    """Take the client's folder, environment and streams; return its call."""
+    """Adopt the client's folder, environment and streams, and return its call."""
     os.setsid()
     folder, count, *rest = message.decode("utf-8", "surrogateescape").split("\0")
     call, variables = rest[: int(count)], rest[int(count) :]
@@ -146,12 +151,14 @@ def import_all(*modules: str) -> None:
     """Import what each process would import, without what torch loads by itself."""
     wanted = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
-    gc.disable()  # there is nothing to find yet, and looking is a fifth of these imports' time
+    # There is nothing to find yet, and looking is a fifth of these imports' time.
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
     gc.enable()
     gc.collect()
-    gc.freeze()  # each process would look through all of torch, and copy it for that
+    # Each process would look through all of torch, and copy it for that.
+    gc.freeze()
     if wanted is None:
         del os.environ[SWITCH]
     else:
@@ -233,4 +240,5 @@ if __name__ == "__main__":
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # to take all of torch apart costs more than most programs
+    # To take all of torch apart costs more than most programs.
+    os._exit(code)

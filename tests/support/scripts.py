@@ -1,11 +1,11 @@
-"""Runs whole programs, with everything they start, and leaves nothing of them behind.
+"""Runs of complete programs, of which no process survives.
 
-A launcher gives each of its workers a session of its own, so a process group does not hold them together. Instead the
-environment of a run carries a mark that all descendants inherit, also those whose parent is gone.
+A launcher gives each of its workers a separate session, so no process group contains all of them. Instead the
+environment of a run has a mark that all descendants inherit, including those whose parent has ended.
 
-A program that exceeds its time is stopped as a whole; then its processes, the deepest first, are continued one by one
-with SIGABRT, on which Python's fault handler writes the stacks of all threads. Stopped, the others cannot react to the
-first that dies, as a launcher would.
+All processes of a program that exceeds its time are stopped. Then they are continued one by one with SIGABRT, the
+deepest first, and Python's fault handler writes the stacks of all threads. A stopped process cannot react to the first
+death, as a launcher would.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MARK: Final = "TEST_RUN_MARK"
 
 @dataclass(frozen=True)
 class Result:
-    """What a program did. ``left`` are the commands of processes that outlived it and had to be killed."""
+    """The result of a program. ``left`` has the commands of processes that outlived it and had to be killed."""
 
     argv: tuple[str, ...]
     rc: int
@@ -106,15 +106,15 @@ def torchrun(
 ) -> Result:
     """Run a script under torchrun.
 
-    torchrun starts Python unbuffered, where ``print`` writes a line and its end separately: to tell the lines of ranks
-    apart, scripts print ``text + "\\n"`` with ``end=""``.
+    torchrun starts Python unbuffered, and ``print`` then writes a line and its end separately. So that lines of ranks
+    do not mix, scripts print ``text + "\\n"`` with ``end=""``.
 
     Args:
         processes: Processes per node.
         script: The program.
         args: Its arguments.
         launcher: More options of torchrun.
-        node: Its options that say which node this is; several nodes are several agents on this machine.
+        node: Options of torchrun for the rank of this node. Several nodes are several agents on this machine.
         env: See :func:`run`.
         ovpatch: Whether to run under ``ovpatch run``; a sequence holds its options.
         timeout: Seconds.
@@ -186,7 +186,7 @@ class _Program:
         self._ended = time.monotonic()
 
     def stop(self) -> None:
-        """Keep all processes from going on."""
+        """Stop all processes."""
         for pid in self._alive():
             _signal(pid, signal.SIGSTOP)
 
@@ -238,7 +238,8 @@ class _Program:
 def _processes() -> list[int]:
     with suppress(FileNotFoundError):
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return []  # not Linux: only the program itself is ended
+    # Not Linux: only the program itself is ended.
+    return []
 
 
 def _read(pid: int, name: str) -> bytes:

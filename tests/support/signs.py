@@ -1,4 +1,4 @@
-"""Signs that ranks give each other: one that has to come later waits for a sign, not for a while."""
+"""Signs that ranks give each other. A rank that must come later waits for a sign and does not sleep."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from tests.support.worker import fresh_store
 
 
 def give(sign: str) -> None:
-    """Tell all ranks that this one has come so far."""
+    """Notify all ranks that this rank has reached a point."""
     fresh_store("signs").set(f"{sign} of {dist.get_rank()}", "")
 
 
 def await_others(sign: str) -> None:
-    """Return when all other ranks have given a sign; where they never do, the case's time-out ends this.
+    """Return when all other ranks have given a sign. If they never do, the case's timeout ends the wait.
 
-    It asks again and again, since to wait in the store would keep this rank's other threads from it.
+    The function polls the store, because a wait in the store would block this rank's other threads from using it.
     """
     store = fresh_store("signs")
-    others = [
-        f"{sign} of {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()
-    ]
-    while not store.check(others):
+    keys = [f"{sign} of {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    while not store.check(keys):
         time.sleep(0.005)

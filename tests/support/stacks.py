@@ -1,6 +1,6 @@
 """Stacks of a process that hangs: faulthandler on a signal, written to a file of the process.
 
-The handler runs in C and needs no GIL, so it also answers while the main thread is blocked inside a collective.
+The handler runs in C and needs no GIL, so it also runs while the main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def install(path: Path) -> TextIO:
     return file
 
 
-def ask(pid: int) -> bool:
-    """Ask a process for its stacks; False if it no longer exists."""
+def request_stacks(pid: int) -> bool:
+    """Make a process write its stacks. Return False if it no longer exists."""
     try:
         os.kill(pid, SIGNAL)
     except ProcessLookupError:
@@ -45,11 +45,11 @@ def read(path: Path, *, within: float = 10.0) -> str:
         size = now
         time.sleep(0.05)
     text = path.read_text(errors="replace").strip() if path.exists() else ""
-    return text or "(the process did not answer with its stacks)"
+    return text or "(the process did not write its stacks)"
 
 
-def of_the_case(text: str, worker: ModuleType) -> str:
-    """Leave out what is always the same: the frames that called the case, and the worker's own thread."""
+def keep_case_stacks(text: str, worker: ModuleType) -> str:
+    """Remove the parts that are always the same: the frames that called the case, and the worker's own thread."""
     threads = [
         thread.splitlines()
         for thread in text.split("\n\n")
@@ -57,13 +57,14 @@ def of_the_case(text: str, worker: ModuleType) -> str:
     ]
     own = f" in {worker.die_with_parent.__name__}"
     kept = [
-        "\n".join(_above(lines, str(worker.__file__)))
+        "\n".join(_take_frames_above(lines, str(worker.__file__)))
         for lines in threads
         if not any(own in line for line in lines)
     ]
     return "\n\n".join(kept)
 
 
-def _above(lines: list[str], file: str) -> list[str]:
+def _take_frames_above(lines: list[str], file: str) -> list[str]:
     above = list(itertools.takewhile(lambda line: file not in line, lines))
-    return above if len(above) > 1 else lines  # nothing is above where the worker itself hangs
+    # If the worker itself hangs, no frames are above its frames.
+    return above if len(above) > 1 else lines

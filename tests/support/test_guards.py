@@ -1,4 +1,4 @@
-"""The guards of ``tests/conftest.py``, on a suite of its own."""
+"""The guards of ``tests/conftest.py``, on a separate suite."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def pytest_on(tmp_path, suite, *options):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What pytest says of all tests but those that hang; with ``--share-gpu``, which some of them heed."""
+    """The output of pytest for all tests except the tests that hang, with ``--share-gpu``, which some tests read."""
     return pytest_on(tmp_path_factory.mktemp("suite"), SUITE + RANKS, "--share-gpu").stdout
 
 

@@ -1,4 +1,4 @@
-"""The pool itself: what a case finds, what it may return, and how every kind of failure is told."""
+"""The pool itself: the state that a case starts in, the values that it may return, and reports of all failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def failing():
-    """A pool of its own for cases that fail, with little patience for the ranks that remain."""
+    """A separate pool for cases that fail, which soon ends the remaining ranks."""
     pool = Pool(grace=0.5)
     yield pool
     pool.close()
@@ -151,7 +151,8 @@ def test_tensors_keep_their_type_and_layout(tensor):
     )
     assert str(found) == str(tensor), "the values"
     assert found.untyped_storage().nbytes() == copied.untyped_storage().nbytes()
-    found.zero_()  # its memory is its own
+    # Its memory is its own.
+    found.zero_()
     assert tensor.numel() == 0 or str(found) != str(tensor)
 
 
@@ -164,8 +165,8 @@ def test_environment_of_a_case(ranks, monkeypatch):
     monkeypatch.setenv("SET_IN_PYTEST", "1")
     seen = ranks(2)(_environment, env={"CASE_VARIABLE": "x", "OMP_NUM_THREADS": None})
     places = [
-        [one[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-        for one in seen
+        [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        for environment in seen
     ]
     assert places == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
     assert seen[0]["CASE_VARIABLE"] == "x"
@@ -181,16 +182,16 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl():
         seen = pool(2)(_environment, env={"NCCL_IB_DISABLE": None}, backend=None)
     finally:
         pool.close()
-    assert [one["NCCL_HOSTID"] for one in seen] == ["rank 0", "rank 1"]
+    assert [environment["NCCL_HOSTID"] for environment in seen] == ["rank 0", "rank 1"]
     assert seen[0]["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
     assert "NCCL_IB_DISABLE" not in seen[0]
 
 
 def test_ranks_on_gpus_have_run_the_same_cases(failing):
-    two = [worker.pid for worker in failing._ready(2, alike=True)]
-    assert [worker.pid for worker in failing._ready(1, alike=False)] == two[:1]
-    assert [worker.pid for worker in failing._ready(2, alike=True)] == two
-    assert not set(two) & {worker.pid for worker in failing._ready(3, alike=True)}
+    two = [worker.pid for worker in failing._ready(2, same_history=True)]
+    assert [worker.pid for worker in failing._ready(1, same_history=False)] == two[:1]
+    assert [worker.pid for worker in failing._ready(2, same_history=True)] == two
+    assert not set(two) & {worker.pid for worker in failing._ready(3, same_history=True)}
 
 
 def _draw_and_disturb():
@@ -229,7 +230,7 @@ def watched_by_backward_hooks() -> int:
     """Leave models that take several passes of the collector; return how many an earlier case has left."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    found = sum(type(one) is Watched for one in gc.get_objects())
+    found = sum(type(value) is Watched for value in gc.get_objects())
     model: torch.nn.Module = torch.nn.Linear(2, 2)
     for _ in range(8):
         model = Watched(model)
@@ -318,7 +319,7 @@ def _fail_while_the_other_waits():
 def test_the_rank_that_waits_for_the_failed_one_is_shown(failing):
     started = time.monotonic()
     error = failure(failing, 2, _fail_while_the_other_waits)
-    assert time.monotonic() - started < 55, "the time-out was waited for"
+    assert time.monotonic() - started < 55, "the pool waited for the timeout"
     assert error.ranks == (0,)
     assert "rank 1: was still running" in str(error)
     assert "in _fail_while_the_other_waits" in str(error).split("rank 1: was still running")[1]

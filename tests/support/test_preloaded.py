@@ -128,7 +128,8 @@ def test_ranks_that_succeed(torchrun):
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks(torchrun):
-    for timeout in (2, 20, 90):  # a busy machine may not have come that far
+    # A busy machine may not have come that far.
+    for timeout in (2, 20, 90):
         result = torchrun("hang", timeout=timeout)
         assert result.timed_out
         if result.stdout.count("__main__") == result.stderr.count("in hangs_here") == 2:

@@ -53,7 +53,8 @@ parent_hangs_here()
 
 
 def test_a_time_out_shows_the_stacks_of_all_processes_and_kills_them(tmp_path):
-    for timeout in (1.5, 6, 24):  # a busy machine may not have come that far
+    # A busy machine may not have come that far.
+    for timeout in (1.5, 6, 24):
         result = python(
             HANG_WITH_CHILD,
             timeout=timeout,

@@ -17,7 +17,7 @@ from ovpatch.overlap.kernels.copy_window import Batch, Window
 
 
 def allocate(size: int, group: Any, device: torch.device) -> Window:
-    """Stand for :func:`ovpatch.overlap.kernels.copy_window.allocate_window` among processes on one CPU."""
+    """Replace :func:`ovpatch.overlap.kernels.copy_window.allocate_window` for processes on one CPU."""
     folder = [tempfile.mkdtemp(prefix="window") if group.rank() == 0 else ""]
     dist.broadcast_object_list(folder, group=group, group_src=0)
     paths = [Path(folder[0], str(rank)) for rank in range(group.size())]
@@ -32,7 +32,7 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
 
 
 class HostDriver:
-    """What :class:`ovpatch.overlap.kernels.copy_window.Driver` has streams do, done at once by the host.
+    """The work that :class:`ovpatch.overlap.kernels.copy_window.Driver` gives to streams, done by the host immediately.
 
     Attributes:
         writes_to_peers: Whether numbers are written to other ranks' memory, or copied.

@@ -1,7 +1,7 @@
-"""How values cross between pytest and its workers: pickled, with every tensor by value and on the CPU.
+"""The format of values between pytest and its workers: pickles, with every tensor by value and on the CPU.
 
 Shared memory would be faster, but its file descriptors outlive a killed worker, and a CUDA tensor sent by handle dies
-with the sender. Gradients are often views of a large bucket: they are cloned, so the bucket does not travel.
+with the sender. Gradients are often views of a large bucket. They are cloned, so the bucket is not sent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _make_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its elements, once each, and nothing else, as that of most clones does."""
+    """Return whether a tensor's memory has each element once and nothing else, as the memory of most clones does."""
     if (
         tensor.layout is not torch.strided
         or tensor.dtype not in _PLAIN
@@ -61,7 +61,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _read(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]:
-    """Return what :func:`_rebuild` takes: a tenth of the time of ``torch.save``, as tests send thousands."""
+    """Return the arguments for :func:`_rebuild`, in a tenth of the time of ``torch.save``: tests send thousands."""
     memory = ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), memory
 

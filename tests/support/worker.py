@@ -1,4 +1,4 @@
-"""The worker's side of the pool: one process that runs the cases of one rank, one after the other."""
+"""The worker's side of the pool: one process that runs the cases of one rank sequentially."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Case:
     number: int
     rank: int
     world: int
-    gpu: int  # the index of the rank's device under NCCL
+    # The index of the rank's device under NCCL.
+    gpu: int
     backend: str | None
     timeout: float
     store_port: int
@@ -59,8 +60,10 @@ class Case:
     arguments: bytes
 
 
-_MANY = 10_000  # objects; a collection looks through some ten million a second
-_MOST_PASSES = 200  # of the collector, after a case
+# The number of objects above which collections are slow. The collector reads some ten million objects a second.
+_MAX_COLLECTED_OBJECTS = 10_000
+# The number of passes of the collector after a case.
+_MAX_PASSES = 200
 
 _case: Case | None = None
 _client: dist.TCPStore | None = None
@@ -68,9 +71,10 @@ _client: dist.TCPStore | None = None
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank reports. ``error`` is the exception in one line, ``details`` the traceback."""
+    """The report of one rank. ``error`` is the exception in one line, ``details`` the traceback."""
 
-    kind: str  # "ok", "failed" or "skipped"
+    # "ok", "failed" or "skipped".
+    kind: str
     value: bytes = b""
     error: str = ""
     details: str = ""
@@ -84,9 +88,11 @@ def main(
     _settle_process(output, environment)
     finalizers.install()
     use_one_thread()
-    _seed_what_is_there()
+    _ignore_missing_devices()
     keep = stacks.install(stack_file)
-    gc.freeze()  # what is there by now never dies: collecting after each case takes a millisecond, not sixty
+    # Objects that exist by now are never freed. Without them, the collection after a case takes one millisecond
+    # instead of sixty.
+    gc.freeze()
     while True:
         try:
             case: Case = wire.loads(connection.recv_bytes())
@@ -97,7 +103,8 @@ def main(
         connection.send_bytes(wire.dumps(runner.run()))
         _flush()
         try:
-            connection.recv_bytes()  # every rank is through: from here on connections may be closed
+            # The pool sends this when every rank has run the case, so connections may be closed.
+            connection.recv_bytes()
         except EOFError:
             return
         connection.send_bytes(wire.dumps(runner.clean_up()))
@@ -138,20 +145,20 @@ class _Runner:
         if "nccl" in case.backend:
             torch.cuda.set_device(case.gpu)
             options["device_id"] = torch.device("cuda", case.gpu)
-        # Longer than the case: a hang shall end in the pool's time-out, which shows stacks.
-        patience = timedelta(seconds=case.timeout + 60)
+        # This is longer than the case, so that a hang ends by the pool's timeout, which shows stacks.
+        timeout = timedelta(seconds=case.timeout + 60)
         dist.init_process_group(
             case.backend,
             store=_store(case, "default"),
             rank=case.rank,
             world_size=case.world,
-            timeout=patience,
+            timeout=timeout,
             **options,
         )
-        self._await_the_others()
+        self._await_peers()
 
-    def _await_the_others(self) -> None:
-        """A rank that fails at once would otherwise make the others fail in connecting to it."""
+    def _await_peers(self) -> None:
+        """Wait until all ranks are connected: a rank that fails immediately would make its peers fail to connect."""
         store = _store(self.case, "start")
         if store.add("ranks", 1) == self.case.world:
             store.set("all", "")
@@ -184,18 +191,18 @@ class _Runner:
 
 
 def fresh_store(name: str) -> dist.Store:
-    """Return one more empty store that all ranks of the running case share, to initialise a group with."""
+    """Return another empty store that all ranks of the running case share, for the start of a group."""
     assert _case is not None, "only a case has a store"
     return _store(_case, name)
 
 
 def _store(case: Case, name: str) -> dist.Store:
-    """All cases of a worker share one connection: making one can cost a look-up of names."""
+    """Return a store over the connection that all cases of a worker share, because connecting can be slow."""
     global _client
-    patience = timedelta(seconds=case.timeout + 60)
+    timeout = timedelta(seconds=case.timeout + 60)
     if _client is None:
-        _client = dist.TCPStore("127.0.0.1", case.store_port, is_master=False, timeout=patience)
-    _client.set_timeout(patience)
+        _client = dist.TCPStore("127.0.0.1", case.store_port, is_master=False, timeout=timeout)
+    _client.set_timeout(timeout)
     return dist.PrefixStore(f"case {case.number} {name}", _client)
 
 
@@ -222,7 +229,7 @@ def _traceback(error: BaseException) -> str:
     ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    # Here nothing rewrites assertions; the variables around a bare one are the next best thing.
+    # Pytest does not rewrite assertions here, so the message shows the variables around a bare assertion.
     return text + _locals(error) if isinstance(error, AssertionError) and not error.args else text
 
 
@@ -243,7 +250,8 @@ def _repr(value: object) -> str:
 
 
 def _settle_process(output: Path, environment: Mapping[str, str]) -> None:
-    os.setsid()  # the pool kills the session, so nothing that a case started survives
+    # The pool kills the session, so nothing that a case started survives.
+    os.setsid()
     threading.Thread(target=die_with_parent, name="die with pytest", daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -256,17 +264,17 @@ def _settle_process(output: Path, environment: Mapping[str, str]) -> None:
 
 
 def die_with_parent() -> None:
-    """End with pytest, even if that is killed while this rank hangs. The fork server would live on with us."""
+    """End with pytest, even if it is killed while this rank hangs. Otherwise the fork server would also stay."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os.killpg(0, signal.SIGKILL)
 
 
-def _seed_what_is_there() -> None:
-    """Have ``torch.manual_seed`` forget devices that are not there.
+def _ignore_missing_devices() -> None:
+    """Make ``torch.manual_seed`` ignore missing kinds of devices.
 
-    For each kind it would keep the seed, with a stack, until there is one: milliseconds a call.
+    For each kind it would keep the seed, with a stack, until such a device is initialized: milliseconds a call.
     """
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
@@ -294,23 +302,23 @@ def _list_backends() -> list[Any]:
 
 
 def _collect_all() -> None:
-    """Collect until nothing is left, so that the next case finds no model of this one.
+    """Collect until nothing is left, so that the next case finds no model of this case.
 
-    A node of autograd holds its hooks out of the collector's sight. Backward hooks of nested modules, as those of
-    CommDebugMode, are a chain of such nodes: each pass frees one, and what only that one has held is found by the next.
+    The collector does not see the hooks of an autograd node. Backward hooks of nested modules, such as CommDebugMode's,
+    are a chain of such nodes: each pass frees one node, and the next pass finds the objects that only this node held.
     """
-    for _ in range(_MOST_PASSES):
+    for _ in range(_MAX_PASSES):
         if not gc.collect():
             return
 
 
 def _freeze_remainder() -> None:
-    """Take what a case leaves behind out of later collections: what it imported, and all that Dynamo keeps for good.
+    """Exclude the remaining objects of a case from later collections: its imports, and all that Dynamo keeps for good.
 
-    Collections would look through that in each case that follows, 50 ms each after a file that compiles. Not after
-    every case: a process group that is garbage a moment later would never go then.
+    Collections would read these objects in each later case, 50 ms each after a file that compiles. This does not happen
+    after every case, because a process group that is garbage a moment later would then never be freed.
     """
-    if len(gc.get_objects()) > _MANY:
+    if len(gc.get_objects()) > _MAX_COLLECTED_OBJECTS:
         gc.freeze()
 
 

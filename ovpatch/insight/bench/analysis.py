@@ -1,4 +1,4 @@
-"""The figures of a bench, whether two kinds of runs differ, and the report as text."""
+"""The figures of a bench, the judgement of differences between kinds of runs, and the report as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNCLEAR: Final = "cannot tell"
 # If a difference has to be larger than this share to count, the machine was too busy to measure.
 _MAX_THRESHOLD: Final = 0.25
 
-_BLOCK: Final = 3  # steps
+_BLOCK_STEPS: Final = 3
 _RESAMPLES: Final = 1000
 # By the number of rounds: factors of the noise between runs, and of that between pairs.
 _COUNTS: Final = {2: (2.5, math.inf), 3: (1.25, 2.0)}
@@ -30,10 +30,14 @@ _COUNTS: Final = {2: (2.5, math.inf), 3: (1.25, 2.0)}
 class Spread:
     """The distribution of one kind of run's steps, in the unit of the times."""
 
-    median: float  # median of all steps
-    p10: float  # 10th percentile
-    p90: float  # 90th percentile
-    worst: float  # the slowest step
+    # Median of all steps.
+    median: float
+    # 10th percentile.
+    p10: float
+    # 90th percentile.
+    p90: float
+    # The slowest step.
+    worst: float
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class Judgement:
     exclude one.
     """
 
-    verdict: str  # FASTER, SLOWER, SAME or UNCLEAR: the second kind against the first
+    # FASTER, SLOWER, SAME or UNCLEAR: the second kind against the first.
+    verdict: str
     # Median over pairs of (first kind's time / second kind's time); above one, the second is
     # faster.
     ratio: float
-    pairs: list[float]  # the ratio of each pair
+    # The ratio of each pair.
+    pairs: list[float]
     # Largest difference of the medians of two runs of one kind; None with one round.
     noise: float | None
     # Least distance of the ratio from one for a claim.
@@ -137,8 +143,12 @@ def measure_run_noise(runs: Sequence[Sequence[float]]) -> float:
 def compute_interval(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], level: float
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of the median ratio over pairs; slow steps come in groups, so blocks are drawn."""
-    chance = random.Random(0)  # deterministic
+    """Return the bootstrap interval of the median ratio over pairs.
+
+    Slow steps come in groups, so blocks of steps are drawn.
+    """
+    # A fixed seed gives the same interval for the same times.
+    chance = random.Random(0)
     ratios = [
         median(
             _resampled(a, chance) / _resampled(b, chance)
@@ -152,8 +162,8 @@ def compute_interval(
 def _resampled(times: Sequence[float], chance: random.Random) -> float:
     """Return the median of as many steps, drawn in blocks of neighbours that wrap around the end."""
     count = len(times)
-    starts = [chance.randrange(count) for _ in range(-(-count // _BLOCK))]
-    drawn = [times[(start + offset) % count] for start in starts for offset in range(_BLOCK)]
+    starts = [chance.randrange(count) for _ in range(-(-count // _BLOCK_STEPS))]
+    drawn = [times[(start + offset) % count] for start in starts for offset in range(_BLOCK_STEPS)]
     return median(drawn[:count])
 
 
@@ -218,20 +228,26 @@ def _has_words(words: str, device: str) -> bool:
 class UserFigures:
     """Figures that the user gives instead of having them measured."""
 
-    samples: float | None = None  # samples per step over all ranks
-    tokens: float | None = None  # tokens per step over all ranks
-    peak_tflops: float | None = None  # peak of one device
+    # Samples per step over all ranks.
+    samples: float | None = None
+    # Tokens per step over all ranks.
+    tokens: float | None = None
+    # Peak of one device.
+    peak_tflops: float | None = None
 
 
 @dataclass(frozen=True)
 class ArmRow:
     """One kind of run, over all rounds."""
 
-    kind: str  # ``stock``, ``patched`` or ``without-<feature>``
-    ms: Spread  # distribution of its steps' times
-    # Over all ranks; None if unknown, as with the next three.
+    # ``stock``, ``patched`` or ``without-<feature>``.
+    kind: str
+    # The distribution of the times of its steps.
+    ms: Spread
+    # The rate over all ranks. This and the next three are None if they are unknown.
     samples_per_second: float | None
-    tokens_per_second: float | None  # over all ranks
+    # The rate over all ranks.
+    tokens_per_second: float | None
     # The rate of one device.
     tflops: float | None
     # Share of the device's peak, 0 to 1, without recomputation.
@@ -244,7 +260,8 @@ class ArmRow:
 class BenchFigures:
     """All figures of a bench."""
 
-    rows: list[ArmRow]  # one for each kind of run
+    # A row for each kind of run.
+    rows: list[ArmRow]
     # Patched against stock; above one, patched is faster.
     judgement: Judgement
     # By feature, the run without it against the patched run. Above one, the feature helps.
@@ -429,7 +446,7 @@ def _features(runs: BenchRuns, figures: BenchFigures) -> str:
     if len(runs.exercised) == 1:
         return f"Only {runs.exercised[0]} did something, so its part is the whole ratio."
     if not figures.parts:
-        return f"{', '.join(runs.exercised)} did something; --leave-one-out tells each one's part."
+        return f"{', '.join(runs.exercised)} did something; --leave-one-out shows the part of each."
     lines = ["Each feature's part (patched against patched without it):"]
     return "\n".join(
         [*lines, *(f"  {name}: {format_judgement(part)}" for name, part in figures.parts.items())]
@@ -472,13 +489,13 @@ def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
     yield f"times by {first.clock}; of each step the slowest rank counts{device}"
     yield _fed(first, figures)
     if figures.no_tflops:
-        yield f"TFLOP/s cannot be told: {figures.no_tflops}"
+        yield f"TFLOP/s are unknown: {figures.no_tflops}"
         return
     yield "TFLOP/s of one device: counted in a stock step, recomputation included, kernels unknown to torch not"
     if figures.no_mfu and not has_gpu(first):
         return
     if figures.no_mfu:
-        yield f"MFU cannot be told: {figures.no_mfu}"
+        yield f"MFU is unknown: {figures.no_mfu}"
     elif runs.list_measured(STOCK)[0].flops_again:
         yield "MFU is without what activation checkpointing computes again"
 
@@ -492,7 +509,7 @@ def _fed(first: Measured, figures: BenchFigures) -> str:
     known = ((figures.samples, "samples"), (figures.tokens, "tokens"))
     fed = " = ".join(f"{format_number(count)} {what}" for count, what in known if count)
     if not fed:
-        return "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
+        return "samples and tokens per second are unknown: give --samples-per-step or --tokens-per-step"
     calls, module = first.batches
     times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
     per_rank = " and rank, each rank with a batch of its own" if first.world > 1 else ""

@@ -87,13 +87,12 @@ class PeakMemory:
                 "allocated": torch.cuda.max_memory_allocated(self._device),
                 "reserved": torch.cuda.max_memory_reserved(self._device),
             }
-        return {
-            "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        }  # it is in KiB
+        # Linux gives this peak in KiB.
+        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def choose_device(device: torch.device) -> torch.device:
-    """Return the device to time: that of the parameters, or the GPU of a script that keeps them on the host."""
+    """Return the device to time: the device of the parameters, or the GPU of a script that keeps them on the host."""
     if device.type == "cpu" and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -218,7 +217,7 @@ class _Worker:
         }
 
 
-COMPILED = "the script compiles; compiled code does not come by the counter"
+COMPILED = "the script compiles; compiled code does not pass through the counter"
 
 
 class FlopCount:
@@ -230,7 +229,8 @@ class FlopCount:
     """
 
     def __init__(self) -> None:
-        self.by_dtype: Counter[str] = Counter()  # operations by the name of their dtype
+        # Operations by the name of their dtype.
+        self.by_dtype: Counter[str] = Counter()
         # Operations among these that :mod:`torch.utils.checkpoint` recomputed.
         self.again: Counter[str] = Counter()
         # The reason for which they are unknown; "" if they are known.
@@ -258,7 +258,7 @@ class FlopCount:
         else:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # inherited, as in start()
         self.reason = mode.error or (
-            "" if self.by_dtype else "nothing in a step is a product that torch can count"
+            "" if self.by_dtype else "a step has no matrix product that torch can count"
         )
         if is_compiling():
             self.reason = COMPILED
@@ -289,7 +289,7 @@ def _objection() -> str:
     if torch._C._current_graph_task_id() != -1:
         return "the optimizer steps inside of backward"
     if _get_current_dispatch_mode() is not None:
-        return "the script has a dispatch mode of its own"
+        return "the script has its own dispatch mode"
     return ""
 
 
@@ -378,7 +378,8 @@ class BatchCounter:
         self._handles: list[RemovableHandle] = []
         # The id of the module that this step called first.
         self._first: int | None = None
-        self._now = [0, 0, 0]  # samples, tokens and calls of this step
+        # The numbers of samples, tokens and calls of this step.
+        self._now = [0, 0, 0]
         self._seen: list[list[int]] = []
         self._name = ""
 

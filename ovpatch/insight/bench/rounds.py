@@ -30,8 +30,9 @@ PEERS: Final = {
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     }
 }
-MIN_STEPS: Final = 5  # for a median
-# Steps; operations are counted in the last of them.
+# A median of fewer steps would be noise.
+MIN_STEPS: Final = 5
+# The number of steps. Operations are counted in the last of them.
 MIN_WARMUP: Final = 3
 
 
@@ -48,7 +49,8 @@ class Measured:
     times: list[float] = field(default_factory=list)
     # Steps that all ranks have taken, warm-up included.
     taken: int = 0
-    clock: str = ""  # kind of clock
+    # Kind of clock.
+    clock: str = ""
     # Bytes of each kind of peak, of the rank with most.
     memory: Mapping[str, int] = field(default_factory=dict)
     # Samples per step over all ranks, None if unknown.
@@ -63,13 +65,18 @@ class Measured:
     flops_again: float = 0
     # The reason for missing counts.
     flops_reason: str = ""
-    devices: Sequence[str] = ()  # names of the devices, each once
+    # Names of the devices, each once.
+    devices: Sequence[str] = ()
     # Clocks of the devices at the end, where known.
     clocks_mhz: Sequence[int] = ()
-    torch: str = ""  # version of torch
-    has_fsdp2: bool = False  # if FSDP2 sharded a model
-    world: int = 0  # number of ranks
-    missing: Sequence[int] = ()  # ranks without a file
+    # Version of torch.
+    torch: str = ""
+    # Whether FSDP2 sharded a model.
+    has_fsdp2: bool = False
+    # Number of ranks.
+    world: int = 0
+    # Ranks without a file.
+    missing: Sequence[int] = ()
 
     def describe(self) -> str:
         """Return the measured times in a few words."""
@@ -146,41 +153,52 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
 class BenchPlan:
     """The runs that the user wants."""
 
-    command: Sequence[str]  # program and arguments
-    # Folder for logs and what the processes leave; has to be empty.
+    # Program and arguments.
+    command: Sequence[str]
+    # Folder for logs and files of the processes. It must be empty.
     out: Path
-    steps: int = 30  # steps to measure
-    warmup: int = 10  # steps before that, at least MIN_WARMUP
-    rounds: int = 3  # runs of each kind
-    # Value of ``OVPATCH`` in patched runs; None for that of the environment.
+    # Steps to measure.
+    steps: int = 30
+    # Steps of warm-up before them, at least MIN_WARMUP.
+    warmup: int = 10
+    # Runs of each kind.
+    rounds: int = 3
+    # Value of ``OVPATCH`` in patched runs; None for the value in the environment.
     features: str | None = None
     # Seconds without a step after which a run has hung.
     timeout: float = 600.0
     # Whether to run without each feature, too; None: if more than one did something.
     leave_one_out: bool | None = None
-    against: str | None = None  # a name of PEERS to run as well
+    # The name of a peer, from PEERS, to run as well.
+    against: str | None = None
 
 
 @dataclass(frozen=True)
 class BenchRun:
     """One run that was measured."""
 
-    kind: str  # ``stock``, ``patched`` or ``without-<feature>``
-    round: int  # 1, 2, ...
-    seconds: float  # duration from start to end
-    measured: Measured  # the measurements
+    # ``stock``, ``patched`` or ``without-<feature>``.
+    kind: str
+    # The number of the round, from 1.
+    round: int
+    # Duration from start to end.
+    seconds: float
+    # The measurements, merged over the ranks.
+    measured: Measured
 
 
 @dataclass
 class BenchRuns:
     """All runs of a bench; only the first round if no feature was exercised."""
 
-    done: list[BenchRun] = field(default_factory=list)  # the runs in order
+    # The runs in order.
+    done: list[BenchRun] = field(default_factory=list)
     # Features that were exercised in the first patched run.
     exercised: list[str] = field(default_factory=list)
     # Ovpatch's report of that run, merged over its processes, if any reported.
     report: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)  # further remarks for the reader
+    # Further remarks for the reader.
+    notes: list[str] = field(default_factory=list)
 
     def list_measured(self, kind: str) -> list[Measured]:
         """Return the measurements of one kind, by rounds."""
@@ -273,7 +291,8 @@ class _Rounds:
 
     def run_all(self) -> BenchRuns:
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
-        if load > cores / 2:  # the most common cause of noise
+        # A busy host is the most common cause of noise.
+        if load > cores / 2:
             self._runs.notes.append(
                 f"the host was busy before the first run: load {load:.1f} on {cores} cores"
             )
@@ -384,9 +403,9 @@ def _describe_too_few(measured: Measured, plan: BenchPlan) -> str:
         return ""
     if not measured.taken:
         return (
-            "no process took a step of a torch optimizer, or all ended by os._exit before it was "
-            "over. bench counts "
-            "calls of torch.optim.Optimizer.step(): let the script take more of them"
+            "no process took a step of a torch optimizer, or all called os._exit before the step was "
+            "over. bench counts calls of torch.optim.Optimizer.step(): let the script take more "
+            "steps"
         )
     needed = plan.warmup + MIN_STEPS
     return (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("F", "B", "W")
 COLOURS: Final = {"F": "#5b8fc9", "B": "#efa13c", "W": "#6aa84f"}
-OTHER: Final = "#c3cfe0"
+REST: Final = "#c3cfe0"
 WAIT: Final = "#e0121f"
 
 #: Labels of feature ``pipeline``, and of ``timeline_worker`` around the methods of torch's stages.
@@ -33,10 +33,13 @@ _WIDE: Final = 45
 class PipelineAction:
     """A computation of one microbatch on one stage. A backward that leaves no weight gradient for later is a B."""
 
-    kind: str  # one of ``KINDS``
-    name: str  # stage, kind and microbatch: ``0F3``
-    start: int  # nanoseconds since the epoch
-    end: int  # likewise
+    # One of ``KINDS``.
+    kind: str
+    # Stage, kind and microbatch: ``0F3``.
+    name: str
+    # Nanoseconds since the epoch.
+    start: int
+    end: int
 
 
 def find_actions(trace: Trace, where: tuple[int | str, int | str]) -> tuple[PipelineAction, ...]:
@@ -57,7 +60,7 @@ class PipelineParts:
     F: int
     B: int
     W: int
-    # Computes something else, such as the optimizer.
+    # The time of other computations, such as the optimizer. The key of the same name in JSON is public.
     other: int
     wait: int
 
@@ -72,10 +75,10 @@ def split_actions(tracks: RankTracks, step: Step) -> PipelineParts:
     """Return the parts of a step."""
     spans = {kind: _select(tracks, kind).clip(step.start, step.end) for kind in KINDS}
     busy = spans["F"] | spans["B"] | spans["W"]
-    rest = busy.find_gaps(step.start, step.end)
-    other = (rest & tracks.compute).total
+    gaps = busy.find_gaps(step.start, step.end)
+    rest = (gaps & tracks.compute).total
     return PipelineParts(
-        spans["F"].total, spans["B"].total, spans["W"].total, other, rest.total - other
+        spans["F"].total, spans["B"].total, spans["W"].total, rest, gaps.total - rest
     )
 
 
@@ -126,7 +129,7 @@ def draw_rank(
     spans = {kind: _select(tracks, kind).clip(*window) for kind in KINDS}
     rest = (spans["F"] | spans["B"] | spans["W"]).find_gaps(*window)
     draw_bars(axes, rest - tracks.compute, zero, where, facecolors=WAIT, alpha=0.25)
-    draw_bars(axes, rest & tracks.compute, zero, where, facecolors=OTHER)
+    draw_bars(axes, rest & tracks.compute, zero, where, facecolors=REST)
     for action in tracks.actions:
         start, end = max(action.start, window[0]), min(action.end, window[1])
         if start >= end:
@@ -165,5 +168,5 @@ def make_legend() -> list[Any]:
         Patch(facecolor=COLOURS["B"], label="B: backward, without what W has"),
         Patch(facecolor=COLOURS["W"], label="W: weight gradients computed later"),
         Patch(facecolor=WAIT, alpha=0.25, label="waits"),
-        Patch(facecolor=OTHER, label="other compute, as the optimizer's"),
+        Patch(facecolor=REST, label="other compute, as the optimizer's"),
     ]

@@ -22,7 +22,8 @@ from ovpatch.insight.timeline.tracks import RankTracks, Step, get_step, read_all
 from ovpatch.insight.variants import describe_node
 from ovpatch.session.report_table import render_table
 
-MIN_STEPS: Final = 3  # for a ratio between runs
+# A ratio between runs of fewer steps would be noise.
+MIN_STEPS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,28 @@ class StepParts:
 class CollectiveGroup:
     """Communications of one collective under one label, in one step of one rank."""
 
-    collective: str  # for example ``nccl all_reduce``
-    phase: str  # ``ovpatch::<feature>::<phase>``, "" outside of ovpatch's features
-    calls: int  # number of communications
-    hidden: int  # nanoseconds of theirs under compute
-    exposed: int  # nanoseconds of theirs without compute
+    # For example ``nccl all_reduce``.
+    collective: str
+    # ``ovpatch::<feature>::<phase>``, "" outside of ovpatch's features.
+    phase: str
+    # Number of communications.
+    calls: int
+    # Nanoseconds under compute.
+    hidden: int
+    # Nanoseconds without compute.
+    exposed: int
 
 
 @dataclass(frozen=True)
 class TimelineRun:
     """One variant: the tracks of all its ranks, over their common steps."""
 
-    name: str  # ``stock``, ``patched`` or another
-    ranks: tuple[RankTracks, ...]  # tracks by rank
-    steps: tuple[int, ...]  # numbers of the steps, in order
+    # ``stock``, ``patched`` or another name.
+    name: str
+    # Tracks by rank.
+    ranks: tuple[RankTracks, ...]
+    # Numbers of the steps, in order.
+    steps: tuple[int, ...]
     # Number of the step to show, the nearest to the medians.
     shown: int
     # Numbers of the steps of the medians; of two runs the steps that both have.
@@ -352,7 +361,7 @@ def _efficiency(stock: TimelineRun, patched: TimelineRun) -> str:
         return f"{middle}, {low} to {high} over the recorded steps"
     fewest = min(len(stock.counted), len(patched.counted))
     if fewest < MIN_STEPS:
-        return f"too few steps to tell ({fewest}; record {MIN_STEPS} or more by --steps)"
+        return f"too few steps to judge ({fewest}; record {MIN_STEPS} or more by --steps)"
     return "n/a, stock exposes nothing"
 
 
@@ -392,7 +401,8 @@ class Cost:
     recorded: float
     # The time of the steps before and after the recorded ones.
     unrecorded: float
-    counts: tuple[int, int]  # numbers of steps of the two
+    # The numbers of recorded and of unrecorded steps.
+    counts: tuple[int, int]
     # Shortest and longest unrecorded step, on a GPU of blocks of steps.
     spread: tuple[float, float]
 
@@ -409,15 +419,16 @@ class Cost:
     def __str__(self) -> str:
         shortest, longest = (f"{time * 1e3:.1f}" for time in self.spread)
         recorded = f"{self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps)"
-        beside = f"{self.unrecorded * 1e3:.1f} ms beside ({self.counts[1]} steps, {shortest} to {longest} ms)"
-        return f"recording cost {self.share:+.1%}: a step took {recorded}, {beside}"
+        unrecorded = f"{self.unrecorded * 1e3:.1f} ms beside ({self.counts[1]} steps, {shortest} to {longest} ms)"
+        return f"recording cost {self.share:+.1%}: a step took {recorded}, {unrecorded}"
 
 
 @dataclass(frozen=True)
 class Recording:
     """One recorded variant."""
 
-    run: TimelineRun  # its tracks
+    # The tracks of the variant.
+    run: TimelineRun
     # Cost of recording; None without unrecorded steps.
     cost: Cost | None = None
     # Missing steps and ranks, and other remarks.
@@ -467,7 +478,7 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
         )
     last = max(fact["last"] for fact in facts)
     return (
-        f"The command ended after step {last}, and step {wanted[0]} was asked for. Lower "
+        f"The command ended after step {last}, and step {wanted[0]} was requested. Lower "
         "--step, or let it run longer."
     )
 
@@ -477,7 +488,7 @@ def _missing(
 ) -> Iterator[str]:
     if list(run.steps) != list(wanted):
         had = f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"{run.steps[0]}"
-        yield f"steps {wanted[0]} to {wanted[-1]} were asked for, recorded was {had}: the command ended earlier"
+        yield f"steps {wanted[0]} to {wanted[-1]} were requested, recorded was {had}: the command ended earlier"
     if node:
         yield node
         return
@@ -507,15 +518,15 @@ def measure_cost(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
         seconds = {int(number): duration / 1e9 for number, duration in fact["durations"].items()}
         inside = [time for number, time in seconds.items() if number in recorded]
         around = [[seconds[number] for number in block if number in seconds] for block in blocks]
-        beside = [time for times in around for time in times]
-        if inside and beside:
-            ranks.append((inside, beside))
-            singles += [fmean(times) for times in around if times] if on_gpu else beside
+        outside = [time for times in around for time in times]
+        if inside and outside:
+            ranks.append((inside, outside))
+            singles += [fmean(times) for times in around if times] if on_gpu else outside
     if not ranks:
         return None
     return Cost(
         max(middle(inside) for inside, _ in ranks),
-        max(middle(beside) for _, beside in ranks),
-        (max(len(inside) for inside, _ in ranks), max(len(beside) for _, beside in ranks)),
+        max(middle(outside) for _, outside in ranks),
+        (max(len(inside) for inside, _ in ranks), max(len(outside) for _, outside in ranks)),
         (min(singles), max(singles)),
     )

@@ -284,7 +284,8 @@ def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
         file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')
         separator = "\n"
         for event in _events(runs):
-            file.write(separator + json.dumps(event, default=float))  # a Decimal
+            # Times are of type Decimal, which json cannot write.
+            file.write(separator + json.dumps(event, default=float))
             separator = ",\n"
         file.write("\n]}\n")
 
@@ -414,7 +415,7 @@ class Output:
         for trace in traces:
             if trace.resolve() in replaced:
                 raise OutputError(
-                    f"{trace} would be replaced by what --out {self.folder} gets. Name another "
+                    f"{trace} would be replaced by a file of --out {self.folder}. Name another "
                     "folder."
                 )
 

@@ -207,7 +207,8 @@ class _Session:
         _label_stages(self._recorder.patches)
         # The time in ns at each step boundary, before the work of this class.
         self._arrived: dict[int, int] = {}
-        self._left: dict[int, int] = {}  # and after it
+        # The time in ns at each step boundary, after the work of this class.
+        self._left: dict[int, int] = {}
         self._recorded: list[int] = []
         self._finished = False
         # The stepping process: a data loader's forked child inherits this object.

@@ -122,20 +122,25 @@ class TraceEvent:
     pid: int | str
     # Thread on the host, or stream of the device.
     tid: int | str
-    start: int  # nanoseconds since the epoch
-    end: int  # likewise
-    args: Mapping[str, Any] = field(default_factory=dict)  # the profiler's arguments
+    # Nanoseconds since the epoch.
+    start: int
+    end: int
+    # The profiler's arguments.
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Trace:
     """The trace of one process."""
 
-    path: Path  # its file
+    # The file of the trace.
+    path: Path
     # Rank in the default group; None if neither the file nor its name has it.
     rank: int | None
-    host: str  # name of the machine, "" if unknown
-    events: tuple[TraceEvent, ...]  # the events, by start
+    # Name of the machine, "" if unknown.
+    host: str
+    # The events, by start.
+    events: tuple[TraceEvent, ...]
     # Start of the first event of any kind, nanoseconds since the epoch.
     first: int
 
@@ -171,7 +176,7 @@ def load_trace(path: Path) -> dict[str, Any]:
         )
     if MERGED in data:
         raise TraceError(
-            f"{path} holds all ranks, merged by ovpatch. Name the raw traces: the folders beside "
+            f"{path} holds all ranks, merged by ovpatch. Name the raw traces: the folders next to "
             "it."
         )
     return data
@@ -260,7 +265,8 @@ _SHAPES: Final = (
     ("alltoall", "all_to_all"),
     ("broadcast", "broadcast"),
     ("sendrecv", "send/recv"),
-    ("fcollect", "all_gather"),  # NVSHMEM's names, up to sync
+    # The names of NVSHMEM begin here and end with sync.
+    ("fcollect", "all_gather"),
     ("rdxn", "all_reduce"),
     ("sync", "barrier"),
     ("barrier", "barrier"),

@@ -34,12 +34,14 @@ from ovpatch.insight.timeline.trace import (
 class Communication:
     """One kernel, copy or collective that communicates with other ranks."""
 
-    collective: str  # for example ``nccl all_reduce``
+    # For example ``nccl all_reduce``.
+    collective: str
     # Label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's
     # features.
     label: str
-    start: int  # nanoseconds since the epoch
-    end: int  # nanoseconds since the epoch
+    # Nanoseconds since the epoch.
+    start: int
+    end: int
 
     @property
     def phase(self) -> str:
@@ -60,21 +62,30 @@ class Step:
 class RankTracks:
     """One rank of one run."""
 
-    rank: int  # number of the rank
-    device: str  # ``cpu``, or ``gpu`` and its number
-    host: str  # name of the machine
-    path: Path  # file of the trace
-    compute: Intervals  # compute time of the device
-    copies: Intervals  # time of copies from and to the host
+    # Number of the rank.
+    rank: int
+    # ``cpu``, or ``gpu`` and its number.
+    device: str
+    # Name of the machine.
+    host: str
+    # File of the trace.
+    path: Path
+    # Compute time of the device.
+    compute: Intervals
+    # Time of copies from and to the host.
+    copies: Intervals
     # Communications with other ranks, by start.
     communications: tuple[Communication, ...]
-    steps: tuple[Step, ...]  # the complete steps of the trace
+    # The complete steps of the trace.
+    steps: tuple[Step, ...]
     # Start of the first event of the trace, nanoseconds since the epoch.
     first: int
-    remarks: tuple[str, ...] = ()  # remarks about how the trace was read
+    # Remarks about how the trace was read.
+    remarks: tuple[str, ...] = ()
     # Nanoseconds by which these times are later than those in the trace.
     moved: int = 0
-    actions: tuple[PipelineAction, ...] = ()  # computations of a pipeline, by start
+    # Computations of a pipeline, by start.
+    actions: tuple[PipelineAction, ...] = ()
 
     @property
     def communication(self) -> Intervals:
@@ -124,7 +135,8 @@ def get_step(tracks: RankTracks, number: int) -> Step:
 #: ovpatch's mark of the end of a step, ``timeline_worker.BORDER``; that module needs torch and is not imported here.
 _MARK: Final = re.compile(r"^ovpatch::timeline::border \((\d+)\)$")
 _PROFILER_STEP: Final = re.compile(r"^ProfilerStep#?\s*(\d+)$")
-_BEFORE: Final = -1  # earlier than every time of a trace
+# A time that is earlier than all times of a trace.
+_BEFORE: Final = -1
 _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
 

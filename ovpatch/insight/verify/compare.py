@@ -33,11 +33,13 @@ _NUMBERS: Final = re.compile(r"\d+")
 class Size(NamedTuple):
     """The size of numbers or differences."""
 
-    largest: float = 0.0  # largest absolute number
-    mean: float = 0.0  # root mean square
+    # Largest absolute number.
+    largest: float = 0.0
+    # Root mean square.
+    mean: float = 0.0
 
     def max_with(self, size: Size) -> Size:
-        """Return the larger of each."""
+        """Return the larger of both, for each measure."""
         return Size(max(self.largest, size.largest), max(self.mean, size.mean))
 
 
@@ -51,18 +53,18 @@ class _Moved(NamedTuple):
 class Noise:
     """The noise of values: differences between stock runs, while these have the same events.
 
-    One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
-    shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
-    noise is the largest relative one of them, but at most the largest absolute one: a layer with next to no gradient
-    moves by much of it, which must not count for others.
+    One or two further runs may move a value little by chance, so values share their noise. Values of the
+    same kind, dtype and shape share it if their names differ in numbers only, as in a model's layers. Values of all
+    processes and of all steps so far count. The noise is the largest relative noise of them, but at most the largest
+    absolute noise: a layer with almost no gradient moves by much of it, and this must not count for other layers.
     """
 
-    def __init__(self, stock: RecordedRun, others: Iterable[RecordedRun]) -> None:
+    def __init__(self, stock: RecordedRun, noise_runs: Iterable[RecordedRun]) -> None:
         self._found: dict[_Key, dict[int, _Moved]] = {}
-        for other in others:
+        for noise_run in noise_runs:
             for process in stock.processes:
                 for expected, actual in zip(
-                    stock.events(process), other.events(process), strict=False
+                    stock.events(process), noise_run.events(process), strict=False
                 ):
                     if expected.signature != actual.signature:
                         break
@@ -72,11 +74,14 @@ class Noise:
         for name, value in expected.values.items():
             moved = measure_distance(value, actual.values.get(name))
             if moved.largest:
-                steps, size = self._found.setdefault(_key(expected, name), {}), measure_size(value)
+                steps, size = (
+                    self._found.setdefault(_make_key(expected, name), {}),
+                    measure_size(value),
+                )
                 relative = Size(
                     *(
-                        part / whole if whole else 0.0
-                        for part, whole in zip(moved, size, strict=True)
+                        distance / largest if largest else 0.0
+                        for distance, largest in zip(moved, size, strict=True)
                     )
                 )
                 before = steps.get(expected.step, _Moved())
@@ -87,7 +92,7 @@ class Noise:
     def get_noise(self, event: RecordedEvent, name: str) -> Size:
         """Return the noise of the values like this one, in its step and before."""
         absolute = relative = Size()
-        for step, moved in self._found.get(_key(event, name), {}).items():
+        for step, moved in self._found.get(_make_key(event, name), {}).items():
             if step <= event.step:
                 absolute, relative = (
                     absolute.max_with(moved.absolute),
@@ -98,18 +103,21 @@ class Noise:
         size = measure_size(event.values[name])
         return Size(
             *(
-                min(far, share * whole)
-                for far, share, whole in zip(absolute, relative, size, strict=True)
+                min(distance, share * largest)
+                for distance, share, largest in zip(absolute, relative, size, strict=True)
             )
         )
 
 
-def _key(event: RecordedEvent, name: str) -> _Key:
+def _make_key(event: RecordedEvent, name: str) -> _Key:
     return event.signature, _NUMBERS.sub("*", name), event.values[name].form
 
 
 def measure_distance(value: KeptValue, reference: KeptValue | None) -> Size:
-    """Return the distance of two values; 0 unless they are numbers of one form. NaNs and infinities count as 0."""
+    """Return the distance of two values of one form, in which NaNs and infinities count as 0.
+
+    The distance of values that are no numbers, or have different forms, is 0.
+    """
     if (
         reference is None
         or value[:2] == reference[:2]
@@ -126,13 +134,13 @@ def measure_size(value: KeptValue) -> Size:
 
 
 def _measure_apart(value: Any, reference: Any) -> Size:
-    """Return the distance of numbers from others, or of a tensor from zero."""
+    """Return the distance of numbers from a reference, or of a tensor from zero."""
     if not isinstance(value, Tensor):
         found = measure_difference(value, reference)
         return Size(found.max_abs, found.max_abs)
     if not value.numel():
         return Size()
-    distances = _real(value) if reference is None else _real(value) - _real(reference)
+    distances = _to_real(value) if reference is None else _to_real(value) - _to_real(reference)
     largest = float(torch.linalg.vector_norm(distances, math.inf))
     if not math.isfinite(largest):
         distances = distances.nan_to_num(0.0, 0.0, 0.0)
@@ -140,12 +148,12 @@ def _measure_apart(value: Any, reference: Any) -> Size:
     return Size(largest, float(torch.linalg.vector_norm(distances)) / math.sqrt(distances.numel()))
 
 
-def _real(numbers: Tensor) -> Tensor:
+def _to_real(numbers: Tensor) -> Tensor:
     numbers = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
     return numbers.to(torch.float64)
 
 
-# The rules by which a value that is not bitwise equal may be equal; one that is different exceeds what its rule allows.
+# The rules by which a value that is not bitwise equal may be equal. A different value exceeds the limit of its rule.
 BY_FLOOR: Final = "floor"
 BY_NOISE: Final = "noise"
 BY_LAST_PLACE: Final = "last place"
@@ -162,12 +170,13 @@ RULES: Final = {
 }
 
 # The share of a tensor's elements that may be a unit in the last place off, whatever the mean.
-_SHARE: Final = 1 / 8
+_MAX_SHARE_OFF: Final = 1 / 8
 
-# Allowed multiples of the noise. A single element goes far by chance: AdamW makes a full step of a gradient near zero,
-# whose sign is chance; hence four times. The mean, which many elements decide, catches a parameter that is a step late.
+# The allowed multiples of the noise. A single element may move far by chance, so it gets four times the noise: AdamW
+# makes a full step of a gradient near zero, whose sign is chance. The mean depends on many elements and catches a
+# parameter that is a step late.
 _FACTORS_TENSOR: Final = Size(2 * equality.FACTOR, equality.FACTOR)
-# A loss or a norm is one number, whose difference in a noise run may by chance be next to nothing.
+# A loss or a norm is one number, whose difference in a noise run may by chance be almost zero.
 _FACTORS_NUMBER: Final = Size(3.0, 3.0)
 
 
@@ -188,21 +197,23 @@ def judge_value(
     (``moving``), the largest difference may be one unit of the largest element more. Few elements
     may each be a unit off. ``floor`` is always allowed.
     """
-    far = reduce(Size.max_with, (measure_distance(stock, other) for other in noise_runs), noise)
-    single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
-    factors = _FACTORS_NUMBER if single else _FACTORS_TENSOR
-    by_noise = Size(*(factor * size for factor, size in zip(factors, far, strict=True)))
+    distances = (measure_distance(stock, repeated) for repeated in noise_runs)
+    largest = reduce(Size.max_with, distances, noise)
+    is_single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
+    factors = _FACTORS_NUMBER if is_single else _FACTORS_TENSOR
+    by_noise = Size(*(factor * size for factor, size in zip(factors, largest, strict=True)))
     allowed = by_noise.max_with(Size(floor, floor))
-    rounded = moving and not stock.folded
-    if rounded:
-        allowed = allowed._replace(largest=allowed.largest + _unit(stock.values))
-    row = _judged(name, stock, patched, allowed)
+    # The elements of a sketch are sums, of which no unit in the last place is known.
+    is_rounded = moving and not stock.folded
+    if is_rounded:
+        allowed = allowed._replace(largest=allowed.largest + _measure_unit(stock.values))
+    row = _judge(name, stock, patched, allowed)
     row = replace(row, rule=_find_rule(row, by_noise, measure_distance(stock, patched).mean, floor))
-    if row.verdict is Verdict.DIFFERENT and rounded:
-        nearer = patched._replace(values=_without_single_units(stock.values, patched.values))
+    if row.verdict is Verdict.DIFFERENT and is_rounded:
+        nearer = patched._replace(values=_remove_single_units(stock.values, patched.values))
         if (
             nearer.values is not None
-            and _judged(name, stock, nearer, allowed).verdict is not row.verdict
+            and _judge(name, stock, nearer, allowed).verdict is not row.verdict
         ):
             note = f"{row.note}; few of its elements, by a unit in the last place"
             return replace(
@@ -216,7 +227,7 @@ def judge_value(
 
 
 def _find_rule(row: Row, by_noise: Size, mean: float, floor: float) -> str:
-    """Return the strictest rule by which a value is equal, or the most lenient one that a different value exceeds."""
+    """Return the strictest rule by which a value is equal, or the most lenient rule that a different value exceeds."""
     if row.max_abs_diff is None or row.verdict is Verdict.BITWISE:
         return ""
     if row.verdict is Verdict.DIFFERENT:
@@ -226,7 +237,7 @@ def _find_rule(row: Row, by_noise: Size, mean: float, floor: float) -> str:
     return BY_FLOOR if row.max_abs_diff <= floor else BY_LAST_PLACE
 
 
-def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
+def _judge(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
     row = judge_difference(
         name, measure_difference(stock.values, patched.values), floor=allowed.largest
     )
@@ -241,26 +252,26 @@ def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> R
     )
 
 
-def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
+def _remove_single_units(stock: Any, patched: Any) -> Tensor | None:
     """Return the patched value without differences of one unit; None if there are none, or too many."""
     if not isinstance(stock, Tensor) or not stock.is_floating_point():
         return None
     expected, actual = stock.to(torch.float64), patched.to(torch.float64)
-    units = _units(torch.minimum(expected.abs(), actual.abs()), stock.dtype)
+    units = _measure_units(torch.minimum(expected.abs(), actual.abs()), stock.dtype)
     near = (expected != actual) & ((expected - actual).abs() <= units)
-    if not 0 < int(near.sum()) <= max(1, int(_SHARE * stock.numel())):
+    if not 0 < int(near.sum()) <= max(1, int(_MAX_SHARE_OFF * stock.numel())):
         return None
     return torch.where(near, stock, patched)
 
 
-def _unit(values: Any) -> float:
+def _measure_unit(values: Any) -> float:
     if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
         return 0.0
     sizes = values.to(torch.float64).abs()
-    return float(_units(sizes.where(sizes.isfinite(), 0.0).max(), values.dtype))
+    return float(_measure_units(sizes.where(sizes.isfinite(), 0.0).max(), values.dtype))
 
 
-def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+def _measure_units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the units in the last place of a dtype, for absolute numbers in float64."""
     facts = torch.finfo(dtype)
     normal = sizes.clamp(min=facts.smallest_normal)
@@ -270,21 +281,25 @@ def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 ORDER: Final = "order of events"
 _PARAMETER_PREFIXES: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
 _EXACT: Final = ("text", "none", UNREAD)
-# The always allowed 1e-6 is meant for numbers around 1. It is at most this share of the largest number of its family,
-# or small gradients could be anything.
-_SMALL: Final = 1e-3
+# The difference of 1e-6 that is always allowed suits numbers around 1. It is at most this share of the largest number
+# of its family, because otherwise small gradients could be anything.
+_MAX_FLOOR_SHARE: Final = 1e-3
 
 
 @dataclass(frozen=True)
 class Finding:
     """A value that is not bitwise equal, and its place."""
 
-    row: Row  # name, verdict and difference
-    process: str  # for example ``rank 1``
-    step: int  # from 1
+    # Name, verdict and difference.
+    row: Row
+    # For example ``rank 1``.
+    process: str
+    # The number of the step, from 1.
+    step: int
     # Position of its event among those of the process.
     order: int
-    event: str  # the event in words
+    # The event in words.
+    event: str
 
     @property
     def different(self) -> bool:
@@ -298,15 +313,22 @@ class RunComparison:
 
     # Values that are not bitwise equal, by process and in order.
     findings: list[Finding] = field(default_factory=list)
-    processes: list[str] = field(default_factory=list)  # processes that were compared
-    values: int = 0  # number of compared values
-    steps: int = 0  # last compared step, 0 for none
-    events: dict[str, int] = field(default_factory=dict)  # number of compared events of each kind
-    unread: dict[str, str] = field(default_factory=dict)  # unreadable values, with their classes
-    # Number of losses that are finite in stock.
+    # Processes that were compared.
+    processes: list[str] = field(default_factory=list)
+    # Number of compared values.
+    values: int = 0
+    # Last compared step, 0 for none.
+    steps: int = 0
+    # Number of compared events of each kind.
+    events: dict[str, int] = field(default_factory=dict)
+    # Unreadable values, with their classes.
+    unread: dict[str, str] = field(default_factory=dict)
+    # Number of losses that are finite in the stock run.
     finite: int = 0
-    parameters: int = 0  # number of compared parameter values
-    finite_parameters: int = 0  # number of those that are finite in stock
+    # Number of compared parameter values.
+    parameters: int = 0
+    # Number of compared parameter values that are finite in the stock run.
+    finite_parameters: int = 0
 
     @property
     def different(self) -> list[Finding]:
@@ -321,7 +343,7 @@ class RunComparison:
 
     @property
     def first(self) -> Finding | None:
-        """The earliest difference; of several in one event, that of a parameter or its gradient."""
+        """The earliest difference; of several in one event, the difference of a parameter or its gradient."""
         found = self.different
         if not found:
             return None
@@ -369,11 +391,16 @@ def _is_finite(value: KeptValue) -> bool:
 def compare_runs(
     stock: RecordedRun, patched: RecordedRun, noise_runs: Mapping[str, RecordedRun] | None = None
 ) -> RunComparison:
-    """Compare a patched run with a stock one; the noise runs are further stock runs, rerun or reordered, by name.
+    """Compare a patched run with a stock run.
 
-    Events are compared in order. Where their kinds differ, as when one run skips a step, that is a difference, and the
-    rest of the process is not compared. A run that failed or was ended may stop anywhere; its events so far are
-    compared.
+    Events are compared in order. If their kinds differ, for example because one run skips a step, this is a
+    difference, and the rest of the process is not compared. A run that failed or was ended may stop anywhere. Its
+    events so far are compared.
+
+    Args:
+        stock: The stock run.
+        patched: The patched run.
+        noise_runs: Further stock runs by name, repeated or reordered.
     """
     compared = RunComparison()
     runs = noise_runs or {}
@@ -382,19 +409,19 @@ def compare_runs(
     for process in dict.fromkeys([*stock.processes, *patched.processes]):
         if process in stock.processes and process in patched.processes:
             compared.processes.append(process)
-            others = {name: run.events(process) for name, run in runs.items()}
+            noise_events = {name: run.events(process) for name, run in runs.items()}
             _compare_process(
                 process,
                 stock.events(process),
                 patched.events(process),
-                others,
+                noise_events,
                 noise,
                 cut,
                 compared,
             )
         elif not cut:
-            other = "the patched run" if process in stock.processes else "stock"
-            row = make_different(ORDER, f"nothing happened here in {other}")
+            missing_run = "the patched run" if process in stock.processes else "stock"
+            row = make_different(ORDER, f"nothing happened here in {missing_run}")
             compared.findings.append(Finding(row, process, 1, 0, "the whole run"))
     return compared
 
@@ -403,28 +430,30 @@ def _compare_process(
     process: str,
     stock: Iterator[RecordedEvent],
     patched: Iterator[RecordedEvent],
-    others: dict[str, Iterator[RecordedEvent]],
+    noise_events: dict[str, Iterator[RecordedEvent]],
     noise: Noise,
     cut: bool,
     compared: RunComparison,
 ) -> None:
-    # Digests of both at the last steps, by name.
+    # The digests of each value at the last steps, stock and patched, by name.
     latest: dict[str, tuple[str, str]] = {}
     for order, (expected, actual) in enumerate(zip_longest(stock, patched)):
-        beside = {name: next(events, None) for name, events in others.items()}
+        repeated = {name: next(events, None) for name, events in noise_events.items()}
         if expected is None or actual is None or expected.signature != actual.signature:
             if not (cut and (expected is None or actual is None)):
-                compared.findings.append(_out_of_step(process, order, expected, actual, beside))
+                compared.findings.append(
+                    _make_order_finding(process, order, expected, actual, repeated)
+                )
             return
-        for name, event in beside.items():
+        for name, event in repeated.items():
             if event is None or event.signature != expected.signature:
                 # The run is out of step, so it no longer measures noise.
-                del others[name]
+                del noise_events[name]
         compared.count_event(expected)
         noise_runs = {
             name: event.values
-            for name, event in beside.items()
-            if event is not None and name in others
+            for name, event in repeated.items()
+            if event is not None and name in noise_events
         }
         rows = compare_values(
             expected.values, actual.values, noise_runs, partial(noise.get_noise, expected)
@@ -448,7 +477,10 @@ def _allow_if_unchanged(
     patched: Mapping[str, KeptValue],
     known: Mapping[tuple[str, str], str],
 ) -> Row:
-    """Return a saved value as noise if it has the bits that the last steps left, by digests in both: judged there."""
+    """Return a saved value as noise if, in both runs, it has the bits that the last steps left.
+
+    The comparison of these steps has judged the value already.
+    """
     expected, actual = stock.get(row.name), patched.get(row.name)
     if expected is None or actual is None or expected.form != actual.form:
         return row
@@ -461,17 +493,18 @@ def _allow_if_unchanged(
     )
 
 
-def _out_of_step(
+def _make_order_finding(
     process: str,
     order: int,
     stock: RecordedEvent | None,
     patched: RecordedEvent | None,
-    beside: Mapping[str, RecordedEvent | None],
+    repeated: Mapping[str, RecordedEvent | None],
 ) -> Finding:
     step = stock.step if stock is not None else patched.step if patched is not None else 1
     row = make_different(ORDER, f"stock: {stock or 'the end'}; patched: {patched or 'the end'}")
     wanted = stock.signature if stock is not None else None
-    if any((event.signature if event is not None else None) != wanted for event in beside.values()):
+    signatures = (event.signature if event is not None else None for event in repeated.values())
+    if any(signature != wanted for signature in signatures):
         note = f"{row.note}; stock does not repeat itself here either"
         row = replace(row, verdict=Verdict.WITHIN_NOISE, note=note, rule=BY_CHANCE)
     return Finding(row, process, step, order, str(stock or patched))
@@ -489,7 +522,7 @@ def compare_values(
         for name, value in stock.items()
         if name not in patched or patched[name][:2] != value[:2]
     ]
-    scales = _scales(stock) if unequal else {}
+    scales = _measure_scales(stock) if unequal else {}
     moving = bool(unequal) and any(
         name in values and values[name][:2] != value[:2]
         for values in noise_runs.values()
@@ -497,40 +530,52 @@ def compare_values(
     )
     rows = []
     for name in unequal:
-        value, other = stock[name], patched.get(name)
-        others = [values.get(name) for values in noise_runs.values()]
-        if other is None:
-            missing = _unrepeated if None in others else make_different
-            rows.append(missing(name, "missing in the patched run"))
+        expected, actual = stock[name], patched.get(name)
+        repeated = [values.get(name) for values in noise_runs.values()]
+        if actual is None:
+            make_missing = _make_unrepeated if None in repeated else make_different
+            rows.append(make_missing(name, "missing in the patched run"))
         elif (
-            value.form != other.form or value.form in _EXACT or value.not_finite != other.not_finite
+            expected.form != actual.form
+            or expected.form in _EXACT
+            or expected.not_finite != actual.not_finite
         ):
-            rows.append(_exact(name, value, other, others))
+            rows.append(_judge_exact(name, expected, actual, repeated))
         else:
-            comparable = [one for one in others if one is not None and one.form == value.form]
-            floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
+            comparable = [
+                value for value in repeated if value is not None and value.form == expected.form
+            ]
+            floor = min(equality.FLOOR, _MAX_FLOOR_SHARE * scales.get(_get_family(name), 1.0))
             row = judge_value(
-                name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving
+                name,
+                expected,
+                actual,
+                comparable,
+                floor=floor,
+                noise=noise_of(name),
+                moving=moving,
             )
-            rows.append(_make_row_of_sums(row) if value.folded else row)
+            rows.append(_make_row_of_sums(row) if expected.folded else row)
     # Names that contain the time change in each run.
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())
-    extra = _unrepeated if changing else make_different
+    extra = _make_unrepeated if changing else make_different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
 
 
-def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
+def _measure_scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
     """Return the largest finite size of any number in each family of values."""
     scales: dict[str, float] = {}
     for name, value in values.items():
         if value.values is not None:
-            scales[_family(name)] = max(measure_size(value).largest, scales.get(_family(name), 0.0))
+            scales[_get_family(name)] = max(
+                measure_size(value).largest, scales.get(_get_family(name), 0.0)
+            )
     return scales
 
 
-def _family(name: str) -> str:
-    """Return the family of a value: gradients, states of one kind, what is saved under one outermost key, and so on."""
+def _get_family(name: str) -> str:
+    """Return the family of a value: gradients, states of one kind, values saved under one outermost key, and so on."""
     kind, _, rest = name.partition(" ")
     if kind == "state":
         return f"state {rest.rpartition('.')[2]}"
@@ -549,12 +594,12 @@ def _make_row_of_sums(row: Row) -> Row:
     return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, note, BY_FLOOR)
 
 
-def _exact(
+def _judge_exact(
     name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]
 ) -> Row:
     if stock.form != patched.form:
         return make_different(name, f"{stock.form} became {patched.form}")
-    # As in the equality rule, no noise run allows that.
+    # As in the equality rule, no noise run excuses another set of NaNs and infinities.
     if stock.not_finite != patched.not_finite:
         return make_different(
             name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}"
@@ -566,7 +611,7 @@ def _exact(
     return make_different(name, f"{stock.digest} became {patched.digest}")
 
 
-def _unrepeated(name: str, note: str) -> Row:
+def _make_unrepeated(name: str, note: str) -> Row:
     return Row(
         name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either", rule=BY_CHANCE
     )

@@ -34,8 +34,10 @@ def seed_generators() -> None:
     """Seed Python's, torch's and CUDA's generators now, and numpy's after its import; ranks differ."""
     number = SEED + int(os.environ.get("RANK", "0") or 0)
     random.seed(number)
-    os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python reseeds it there
-    torch.manual_seed(number)  # and CUDA's, when it is initialised
+    # Python reseeds its generator in a forked child.
+    os.register_at_fork(after_in_child=lambda: random.seed(number))
+    # This also seeds CUDA's generator when CUDA is initialised.
+    torch.manual_seed(number)
     wrapt.register_post_import_hook(lambda module: module.seed(number), "numpy.random")
 
 
@@ -65,16 +67,17 @@ def _numpy() -> Any:
 
 _DEFAULT: Final = 25.0  # MiB
 _MIB: Final = 1 << 20
-_PIECES: Final = 2  # plus the turn
+# The number of pieces of the total norm is this plus the number of the turn.
+_PIECES: Final = 2
 
 
 def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
     """Declare the patches that give every DistributedDataParallel model other buckets, and norms other pieces.
 
     A ring reduces an element in an order that depends on its position in the bucket, so another bucket size is another
-    order, and the only change of the program. Stock's first backward has one bucket whatever the size; here it has
-    several, or the first step would have no noise run. The total norm, which clips all gradients, is summed from
-    pieces. Each turn, from 1, has its own order, with smaller buckets and more pieces.
+    order, and the only change of the program. In stock PyTorch, the first backward has one bucket whatever the size.
+    Here it has several, because otherwise the first step would have no noise run. The total norm, which clips all
+    gradients, is summed from pieces. Each turn, from 1, has its own order, with smaller buckets and more pieces.
     """
     why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
     init = "torch.nn.parallel.DistributedDataParallel.__init__"
@@ -103,7 +106,7 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
         several = bound.arguments.pop("bucket_cap_mb_list", None)
         given = max(several) if several else bound.arguments.get("bucket_cap_mb")
         bound.arguments["bucket_cap_mb"] = cap = compute_cap_mb(module, given, turn)
-        # The constructor asks for one first bucket of any size. Without a PatchManager: the patch lasts for one
+        # The constructor requests one first bucket of any size. Without a PatchManager: the patch lasts for one
         # constructor, and depends on its cap.
         assign = dist._compute_bucket_assignment_by_size
 
@@ -141,7 +144,8 @@ def _wrap_norm(original: Callable[..., Tensor], pieces: int) -> Callable[..., Te
     return get_total_norm
 
 
-_library: torch.library.Library | None = None  # keeps the kernels alive
+# The library object keeps the kernels registered.
+_library: torch.library.Library | None = None
 
 
 def split_products(pieces: int) -> None:

@@ -33,7 +33,7 @@ _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<
 
 
 class ParameterNames:
-    """Names of the parameters in optimizers, and of the buffers beside them: those of the owning model, unwrapped.
+    """Names of the parameters in optimizers, and of the models' buffers: the names in the unwrapped model.
 
     Stock and patched must get the same names, so nothing depends on addresses or on garbage collection.
     """
@@ -135,7 +135,7 @@ Saved = Callable[[str, Values], None]
 Read = Callable[[str], Values]
 
 #: Key of the source of a checkpoint's values.
-SOURCE: Final = "(what was looked at)"
+SOURCE: Final = "(the object that was read)"
 
 
 def list_contents(saved: Any) -> Values:
@@ -162,7 +162,8 @@ def _keep(value: Any) -> KeptValue:
 
 
 def _read_torch_file(path: str) -> Values:
-    mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+    # The older format of torch, which is no zip file, cannot be mapped into memory.
+    mapped = zipfile.is_zipfile(path)
     return list_contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
@@ -204,8 +205,8 @@ def _stored(handed: Any, file: Any, read: Read | None) -> Values:
     """Return the contents of a saved file, or of the saved object if the file cannot be read back.
 
     A patch inside the saving function can make the file differ from the object, so the file counts. It is read without
-    running its code. A buffer, objects that ``weights_only`` refuses, and sharded tensors, whose loading may wait for
-    other ranks, are not read back; the source is recorded, so that it makes a difference between runs.
+    running its code. A buffer and objects that ``weights_only`` refuses are not read back. Neither are sharded tensors,
+    whose loading may wait for other ranks. The source is recorded, so that it makes a difference between runs.
     """
     try:
         if read is not None and isinstance(file, (str, os.PathLike)) and not _is_sharded(handed):
@@ -264,7 +265,7 @@ class ScriptRecorder:
         patch = self.patches.register_patch
         why = "Tensor.backward calls it; no hook sees the loss"
         patch("torch.autograd.backward", wrap=self._wrap_backward, why=why)
-        why = "the scale tells which was skipped"
+        why = "the scale shows the steps that were skipped"
         patch("torch.amp.grad_scaler.GradScaler.update", wrap=self._wrap_update, why=why)
         patch_saving(self.patches, self._saved)
         before, after = self._before_step, self._after_step
@@ -298,7 +299,8 @@ class ScriptRecorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._before.pop(optimizer, None)  # left by a step that raised
+        # A step that raised may have left a value.
+        self._before.pop(optimizer, None)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and not _capturing():
             self._before[optimizer] = self._gradients(optimizer)
@@ -387,7 +389,8 @@ def _norm(gradients: list[Tensor]) -> float | None:
         norms = [
             float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in pairs
         ]
-    except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
+    # Some dtypes and tensor classes have no norms.
+    except (RuntimeError, NotImplementedError):
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
 
@@ -413,9 +416,9 @@ def _capturing() -> bool:
 def start_worker(orders: Orders) -> None:
     """Seed this process, record its values, and end it after the ordered number of steps.
 
-    The orders' details are ``steps``; ``reorder``, the number of the reordered variant, if any; ``pieces``, the partial
-    sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic algorithms, and ``strict``, to
-    raise where there are none.
+    The orders have these details: ``steps``. ``reorder``, the number of the reordered variant, if any. ``pieces``, the
+    number of partial sums of matrix products in that variant, 0 for the sums of stock PyTorch. ``deterministic``, for
+    deterministic algorithms. ``strict``, to raise if an operator has none.
     """
     noise_runs.seed_generators()
     if orders.details.get("deterministic"):

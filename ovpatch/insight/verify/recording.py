@@ -31,8 +31,10 @@ class RecordedEvent:
     index: int
     # Class of the optimizer, or file of the checkpoint.
     label: str
-    step: int  # its step, from 1
-    values: Mapping[str, KeptValue]  # its values by name
+    # The number of the step, from 1.
+    step: int
+    # The recorded values by name.
+    values: Mapping[str, KeptValue]
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RecordedEvent:
@@ -197,7 +199,8 @@ def view_bits(tensor: Tensor) -> Tensor:
 def hash_integers(numbers: Tensor) -> Tensor:
     """Return a pseudo-random 64-bit integer for each integer, by the finalizer of splitmix64."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-        high = (numbers >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift, without the sign
+        # The mask makes this a logical shift, which does not repeat the sign.
+        high = (numbers >> shift) & ((1 << (64 - shift)) - 1)
         numbers = (numbers ^ high) * factor
     return numbers
 
@@ -258,8 +261,8 @@ def _sign(numbers: Tensor) -> Tensor:
     return ((hash_integers(numbers) & 1) * 2 - 1).to(torch.float64)
 
 
-#: Most elements of a tensor that is kept as it is.
-WHOLE: Final = 1 << 14
+#: The number of elements up to which a tensor is kept as it is.
+MAX_KEPT_ELEMENTS: Final = 1 << 14
 
 #: Form of an unreadable value, such as a tensor on the meta device; its digest is its class.
 UNREAD: Final = "unread"
@@ -270,12 +273,14 @@ _SCALARS: Final = (bool, int, float, complex)
 class KeptValue(NamedTuple):
     """One value, as stored."""
 
-    # Its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
+    # The kind of value, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
     form: str
-    digest: str  # digest of all its bits
+    # Digest of all bits of the value.
+    digest: str
     # The value itself, or the sketch of a large tensor; None if the digest suffices.
     values: Any = None
-    folded: bool = False  # whether ``values`` is a sketch
+    # Whether ``values`` is a sketch.
+    folded: bool = False
     # For a sketch, the number and positions of NaNs and infinities.
     not_finite: str = ""
 
@@ -318,7 +323,8 @@ def _keep_tensor(tensor: Tensor) -> KeptValue:
         NotImplementedError,
         TypeError,
         ValueError,
-    ):  # uninitialised, or without plain values
+    ):
+        # The tensor is uninitialised, or its class has no plain values.
         return _keep_unread(tensor)
 
 
@@ -329,9 +335,10 @@ def describe_form(tensor: Tensor) -> str:
 
 def _keep_strided(tensor: Tensor) -> KeptValue:
     form, bits = describe_form(tensor), compute_digest(tensor)
-    if tensor.numel() <= WHOLE:
+    if tensor.numel() <= MAX_KEPT_ELEMENTS:
         return KeptValue(form, bits, tensor.detach().to("cpu", copy=True).contiguous())
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if real.is_floating_point() and real.element_size() == 1:
-        real = real.to(torch.float32)  # float8 has next to no functions
+        # torch has almost no functions for float8.
+        real = real.to(torch.float32)
     return KeptValue(form, bits, compute_sketch(real).cpu(), True, describe_nonfinite(real))

@@ -18,7 +18,7 @@ from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import BY_FLOOR, ORDER, Finding, RunComparison, compare_runs
 from ovpatch.insight.verify.recording import BACKWARD, RecordedRun
 from ovpatch.session.plugins import PluginError, Plugins, find_plugins
-from ovpatch.settings.options import list_verified_variables
+from ovpatch.settings.feature_options import list_verified_variables
 
 WORKER: Final = "ovpatch.insight.verify.probes"
 
@@ -248,8 +248,8 @@ class _Verifier:
     [Note: scripts that do not repeat themselves] If two stock runs differ and the patched run
     differs by somewhat more, that may be chance. All variants run again with deterministic
     algorithms, and their conclusion counts. If even these runs do not repeat themselves, stock
-    runs a few more times: a few of thousands of values move more than twice as far as in one or
-    two runs.
+    runs a few more times: a few of thousands of values move more than twice the distance that one or
+    two runs show.
     """
 
     def __init__(self, request: Request, progress: Callable[[str, int], None]) -> None:
@@ -344,7 +344,7 @@ class _Verifier:
             return _Answer(Conclusion.NOT_EXERCISED, _explain_no_exercise(patched))
         if compared.steps < self._request.steps:
             self.notes.append(
-                f"The script ended by itself before step {self._request.steps} of --steps."
+                f"The script ended on its own before step {self._request.steps} of --steps."
             )
         return _Answer(self._find_equality(), self._describe_scope())
 
