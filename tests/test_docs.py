@@ -31,6 +31,7 @@ from ovpatch.settings.options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support.environment import clean
 from tools import diagrams, docs_site, docs_table
+from tools.prose import read_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FEATURE_PAGES = "docs/features"
@@ -233,7 +234,6 @@ def test_the_navigation_has_every_page():
 # --- length ---
 
 
-FENCED = re.DOTALL | re.MULTILINE
 SHORT_PAGES = ("comparison", "troubleshooting", *(f"features/{one}" for one in FEATURES))
 GUIDES = ("verify", "bench", "timeline")
 SHORT = {
@@ -252,12 +252,8 @@ def test_a_page_is_short(page):
 
 def count_written_words(page: Path) -> int:
     """Return the number of words of a page that a person wrote: without code and without all generated parts."""
-    generated = r"<!-- (?:begin: |table )?([^>]+?) -->.*?<!-- (?:end: \1|/table|/\1) -->"
-    text = re.sub(generated, "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return sum(
-        re.search(r"\w", word) is not None
-        for word in re.sub(r"^```.*?^```", "", text, flags=FENCED).split()
-    )
+    (passage,) = read_page(page.read_text(encoding="utf-8"))
+    return sum(re.search(r"\w", word) is not None for word in passage.text.split())
 
 
 def test_all_pages_together_are_short():

@@ -6,7 +6,7 @@ A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME --
 of the environment variables that are no options), ``options:FEATURE`` and
 ``counters:FEATURE`` (those of a feature), ``fields:Feature`` or
 ``fields:Option`` (that of the attributes in a docstring), ``command:NAME`` (that of the options of a subcommand),
-``exit-codes``, ``records`` (that of the design records), ``versions`` (the table of ``versions.json`` beside the page)
+``exit-codes``, ``features``, ``records`` (that of the design records), ``versions`` (the table of ``versions.json`` beside the page)
 or the path of a file, relative to the page, which becomes a code block.
 """
 
@@ -116,6 +116,20 @@ def make_exit_codes_table() -> str:
     return _table([("Code", "Meaning"), ("---",) * 2, *rows])
 
 
+def make_features_table() -> str:
+    """Return the Markdown table of the features that ovpatch ships, with links to their pages."""
+    rows = [
+        (
+            f"[`{feature.name}`](features/{feature.name}.md)",
+            "on" if feature.default else "off",
+            feature.summary,
+            f"[options, counters, limits](features/{feature.name}-reference.md)",
+        )
+        for feature in _shipped()
+    ]
+    return _table([("Feature", "Default", "What it does", "Reference"), ("---",) * 4, *rows])
+
+
 def make_records_table(folder: Path) -> str:
     """Return the Markdown table of the design records in a folder, from their titles."""
     rows = []
@@ -196,6 +210,8 @@ def _generate(name: str, folder: Path) -> str:
         return make_counters_table(name.partition(":")[2])
     if name.startswith("command:"):
         return make_command_table(name.partition(":")[2])
+    if name == "features":
+        return make_features_table()
     if name == "exit-codes":
         return make_exit_codes_table()
     if name == "records":
