@@ -146,6 +146,29 @@ def test_the_index_names_every_page():
         assert f"({os.path.relpath(page, 'docs')})".replace(os.sep, "/") in index
 
 
+def list_poor_openings(table: str) -> list[str]:
+    """Return the rows of the index whose page does not begin with a short sentence."""
+    return [
+        row[0] for row in cells(table)[2:] if not re.fullmatch(r"[\w`*][^|]{9,199}[.?*]+", row[1])
+    ]
+
+
+def test_each_page_begins_with_the_sentence_that_the_index_shows():
+    table = docs_table.make_pages_table(ROOT / "docs")
+    assert len(cells(table)) > 15
+    assert not list_poor_openings(table)
+
+
+def test_a_page_that_begins_with_code_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(docs_table, "SITE", tmp_path / "mkdocs.yml")
+    docs_table.SITE.write_text("nav:\n  - A: a.md\n  - B: b.md\n  - C: c.md\n")
+    (tmp_path / "a.md").write_text("# A\n\n```console\n$ true\n```\n")
+    (tmp_path / "b.md").write_text("# B\n\nYou find\nB here. No more.\n\nThe end.\n")
+    table = docs_table.make_pages_table(tmp_path)
+    assert "| [B](b.md) | You find B here. |" in table
+    assert list_poor_openings(table) == ["[A](a.md)"]
+
+
 # --- the site ---
 
 
@@ -555,6 +578,27 @@ def test_diagrams_are_those_of_their_tool(name):
         "run make figures"
     )
     assert any(f"{picture})" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def list_poor_headings(text: str) -> list[str]:
+    """Return the headings of columns that do not begin with a capital letter, code or the name of a package."""
+    headings = re.findall(r"^\|(.+)\|\n\| ---", text, re.MULTILINE)
+    found = [cell.strip(" *") for heading in headings for cell in heading.split("|")]
+    return [
+        cell for cell in found if not re.match(r"[A-Z0-9`]|(?:ovpatch|torch|transformers)\b", cell)
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "benchmarks" not in page.parts], ids=lambda page: page.name
+)
+def test_columns_of_tables_have_headings_in_one_style(page):
+    assert not list_poor_headings(page.read_text(encoding="utf-8"))
+
+
+def test_a_poor_heading_is_noticed():
+    table = "| Run | ms | | **ovpatch** | `a` |\n| --- | --- | --- | --- | --- |\n| b | c | d | e | f |\n"
+    assert list_poor_headings(table) == ["ms", ""]
 
 
 # --- code ---

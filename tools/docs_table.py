@@ -6,8 +6,8 @@ A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME --
 of the environment variables that are no options), ``options:FEATURE`` and
 ``counters:FEATURE`` (those of a feature), ``fields:Feature`` or
 ``fields:Option`` (that of the attributes in a docstring), ``command:NAME`` (that of the options of a subcommand),
-``exit-codes``, ``features``, ``records`` (that of the design records), ``versions`` (the table of ``versions.json`` beside the page)
-or the path of a file, relative to the page, which becomes a code block.
+``exit-codes``, ``pages``, ``features``, ``records`` (that of the design records), ``versions`` (the table of
+``versions.json`` beside the page) or the path of a file, relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.settings.settings import VARIABLES, make_variable_name
 
 _PART: Final = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+SITE: Final = Path(__file__).resolve().parent.parent / "mkdocs.yml"
 _HEADING: Final = ("Variable", "Values", "Default", "Meaning")
 _VALUES: Final = {bool: "`0` `1`", int: "a whole number", float: "a number"}
 
@@ -114,6 +115,18 @@ def make_exit_codes_table() -> str:
     """Return the Markdown table of the exit codes."""
     rows = [(str(code.value), code.meaning) for code in ExitCode]
     return _table([("Code", "Meaning"), ("---",) * 2, *rows])
+
+
+def make_pages_table(folder: Path) -> str:
+    """Return the Markdown table of the pages of a folder, each with its first sentence, in the order of the site."""
+    rows = []
+    for name in re.findall(r": ([\w-]+\.md)$", SITE.read_text(encoding="utf-8"), re.MULTILINE):
+        if (folder / name).exists():
+            title, _, text = (folder / name).read_text(encoding="utf-8").partition("\n")
+            paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+            sentence = re.split(r"(?<=[.?]) |(?<=[.?]\*\*) ", paragraph)[0]
+            rows.append((f"[{title.removeprefix('# ')}]({name})", sentence))
+    return _table([("Page", "What you find there"), ("---",) * 2, *rows])
 
 
 def make_features_table() -> str:
@@ -210,6 +223,8 @@ def _generate(name: str, folder: Path) -> str:
         return make_counters_table(name.partition(":")[2])
     if name.startswith("command:"):
         return make_command_table(name.partition(":")[2])
+    if name == "pages":
+        return make_pages_table(folder)
     if name == "features":
         return make_features_table()
     if name == "exit-codes":
