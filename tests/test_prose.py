@@ -75,6 +75,7 @@ def test_a_rule_finds_its_fault_and_nothing_next_to_it(source, expected):
             "It hops on.\n",
             [(7, "word")],
         ),
+        ("::: a.hops_on\n    options: { hops on }\n\nIt hops on.\n", [(4, "word")]),
         ("[entire](entire) [x](<entire>)\n", [(1, "word")]),
         (f"# {LONG}\n\n| {LONG} |\n\n{LONG}\n", [(5, "long")]),
     ],

@@ -51,7 +51,11 @@ _FRAGMENT: Final = re.compile(
 # Comments that address a tool.
 _DIRECTIVE: Final = re.compile(r"(?:noqa|type:|fmt:|mypy|ruff|pragma|!|-\*-|[-=]{2})")
 _CODE_SPAN: Final = re.compile(r"(`+).+?\1", re.DOTALL)
-_FENCED: Final = re.compile(r"^([ ]*)(```|~~~).*?^\1\2[ ]*$|<!--.*?-->", re.DOTALL | re.MULTILINE)
+_FENCED: Final = re.compile(
+    # A block of code, a remark, or a directive of mkdocstrings with its options.
+    r"^([ ]*)(```|~~~).*?^\1\2[ ]*$|<!--.*?-->|^::: [^\n]*(?:\n {4}[^\n]*)*",
+    re.DOTALL | re.MULTILINE,
+)
 # A part of a page that is generated, by this or another tool. Its sentences are checked where they are written: in the
 # sources, as the help of an option, or in the tests, as the name of a program.
 _GENERATED: Final = re.compile(
