@@ -208,6 +208,14 @@ def test_a_page_that_loads_something_from_another_host_is_refused(text):
         docs_site.on_post_page(own + text, page, None)
 
 
+def test_long_names_of_variables_and_tests_can_break():
+    html = "<code>OVPATCH_DDP</code> <code>a_b</code> <code>a/b_c.py::d_e</code>"
+    broken = docs_site.on_page_content(html, None, None, None)
+    assert broken.replace("<wbr class=path>", "|").replace("<wbr>", "-") == (
+        "<code>OVPATCH_-DDP</code> <code>a_b</code> <code>a/|b_|c.py::|d_|e</code>"
+    )
+
+
 def test_the_search_ranks_guides_above_references():
     uris = [
         page.relative_to(ROOT / "docs").as_posix()

@@ -117,7 +117,7 @@ def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
 
 @pytest.mark.parametrize("name", ["train_gpt", "train_tp", "train_2d", "three_d", "train_megatron"])
 def test_one_line_of_the_script_knows_ovpatch(name):
-    """The line is that of the README and the quick start, so that readers find one way to write it."""
+    """README and quick start show this line, so that readers find one way to write it."""
     script = demo.SCRIPT.with_name(f"{name}.py").read_text()
     tree = ast.parse(script)
     tree.body = tree.body[1:]  # the docstring may speak of it
