@@ -4,9 +4,9 @@
     OVPATCH=+dist_optimizer torchrun --nproc-per-node 4 examples/train_2d.py        # and the optimizer's state divided
 
 It is written as people write such scripts: stock ``parallelize_module`` over one dimension of the mesh, stock
-``DistributedDataParallel(device_mesh=)`` over the other. The line of ovpatch after the imports is all that it adds. With
-it linears overlap their collectives by ``tp_linear``, and gradients are reduced by ``ddp`` and, if you turn that on,
-scattered by ``dist_optimizer``.
+``DistributedDataParallel(device_mesh=)`` over the other. The line of ovpatch after the imports is all that it adds.
+With it linears overlap their collectives by ``tp_linear``, and gradients are reduced by ``ddp`` and, if you turn that
+on, scattered by ``dist_optimizer``.
 
 The wrapper makes local tensors of DTensors, for itself and for the optimizer. From the first forward on, stock as well
 as patched, it leaves DTensors of them in the module that are no parameters, so that its ``state_dict()`` is empty: who
