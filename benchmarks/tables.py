@@ -189,7 +189,7 @@ def _spread(rows: list[dict[str, Any]]) -> str:
 
 
 def _summary_table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join([_row(header), _row(["---"] * len(header)), *(_row(row) for row in rows)])
+    return "\n".join([_heading(header), _row(["---"] * len(header)), *(_row(row) for row in rows)])
 
 
 def ddp_step() -> str:
@@ -205,7 +205,7 @@ def ddp_step() -> str:
         "against best",
     ]
     header += ["TFLOP/s", "MFU", "peak GiB, stock's least → ovpatch"]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     lines += [_ddp_row(result) for result in results]
     newest = results[-1]
     return "\n".join(lines) + (
@@ -261,7 +261,7 @@ def zero_step() -> str:
         "MFU",
     ]
     header += ["peak GiB, stock → ovpatch"]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}
         ours, limit = arms["ovpatch"], arms["limit, fp32"]
@@ -306,7 +306,7 @@ def zero_alone() -> str:
             row["arm"] = "ovpatch, NCCL"
     columns = _seen(ALONE_ARMS, results)
     header = ["run", "ranks", *columns.values(), "ovpatch / limit"]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     for result in results:
         arms = {row["arm"]: row for row in result["summary"]}
         cells = [
@@ -329,7 +329,7 @@ def zero_alone() -> str:
 def tp_blocks() -> str:
     """Return the table of ``benchmarks/tp_blocks.py``: one row for all runs of the same blocks, GPUs, torch and day."""
     header = ["blocks", "GPUs", *TP_ARMS.values(), "peak GiB, stock → ovpatch → regather"]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     results = read_results("tp_blocks")
     for result in results:
@@ -394,7 +394,7 @@ def moe_layer() -> str:
         "in sequence / ovpatch",
         "peak GiB, in sequence → ovpatch",
     ]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     for result in results:
         arms, settings = {row["arm"]: row for row in result["summary"]}, result["settings"]
         name = MOE_SHAPES[settings["shape"]] + (
@@ -443,7 +443,7 @@ def ablation() -> str:
         "peak GiB",
     ]
     header += ["what came under compute"]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     for result in results:
         lines += _ablation_rows(result)
     newest = results[-1]
@@ -527,7 +527,7 @@ def tp_operators() -> str:
     results = read_results("tp_operators")
     shown = _seen(OPERATOR_ARMS, results)
     header = ["linear", "GPUs", *shown.values(), "in sequence / fused", "graphed", "speed of light"]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     for result in results:
         settings = result["settings"]
         arms = {
@@ -582,7 +582,7 @@ def tp_host() -> str:
     }
     names = {name: text for name, text in names.items() if name in result["rows"][0]}
     header = ["linear", "gradients", *names.values()]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     for row in result["rows"]:
         times = [f"{row[name]:.0f}" for name in names]
         lines.append(_row([row["kind"], "with" if row["grad"] else "without", *times]))
@@ -599,7 +599,9 @@ def programs() -> str:
     from benchmarks.programs import make_table
 
     results = read_results("programs")
-    return make_table(results) + (
+    heading, _, rows = make_table(results).partition("\n")
+    table = f"{_heading([cell.strip() for cell in heading.strip('|').split('|')])}\n{rows}"
+    return table + (
         "\n\nMilliseconds of a step: the median of a round's steps, the slowest rank counts, then "
         "the median of the "
         "rounds. In brackets: the ratio to the stock run of the same round. Memory is the peak of "
@@ -630,7 +632,7 @@ def programs_short() -> str:
         "Peak memory, stock PyTorch",
         "Peak memory, ovpatch",
     ]
-    lines = [_row(header), _row(["---"] * len(header))]
+    lines = [_heading(header), _row(["---"] * len(header))]
     rounds = set()
     for result in shown:
         stock, ours = find_program_pair(result)
@@ -675,6 +677,12 @@ def _seen(arms: dict[str, str], results: list[dict[str, Any]]) -> dict[str, str]
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _heading(cells: list[str]) -> str:
+    """Return the first row of a table, whose cells begin with a capital letter or with a name."""
+    names = ("ovpatch", "transformers")
+    return _row([cell if cell.startswith(names) else cell[:1].upper() + cell[1:] for cell in cells])
 
 
 def _ms(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@
     OVPATCH=+pipeline torchrun --nproc-per-node 2 examples/three_d.py --dp 1 --tp 1      # a pipeline alone
 
 It is written as people write such scripts: stock ``parallelize_module``, stock ``fully_shard``, a stock schedule of
-``torch.distributed.pipelining``. The import of ovpatch and the call of ``apply()`` below it are all that ovpatch adds.
+``torch.distributed.pipelining``. The line of ovpatch after the imports is all that it adds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import ovpatch
-
-ovpatch.apply()
+import ovpatch; ovpatch.apply()  # fmt: skip
 
 VOCABULARY = 256
 

@@ -4,9 +4,9 @@
     OVPATCH=+dist_optimizer torchrun --nproc-per-node 4 examples/train_2d.py        # and the optimizer's state divided
 
 It is written as people write such scripts: stock ``parallelize_module`` over one dimension of the mesh, stock
-``DistributedDataParallel(device_mesh=)`` over the other. The import of ovpatch and the call of ``apply()`` below it are
-all that ovpatch adds; with it linears overlap their collectives by ``tp_linear``, and gradients are reduced by ``ddp``
-and, if that is turned on, scattered by ``dist_optimizer``.
+``DistributedDataParallel(device_mesh=)`` over the other. The line of ovpatch after the imports is all that it adds.
+With it linears overlap their collectives by ``tp_linear``, and gradients are reduced by ``ddp`` and, if you turn that
+on, scattered by ``dist_optimizer``.
 
 The wrapper makes local tensors of DTensors, for itself and for the optimizer. From the first forward on, stock as well
 as patched, it leaves DTensors of them in the module that are no parameters, so that its ``state_dict()`` is empty: who
@@ -27,9 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-import ovpatch
-
-ovpatch.apply()
+import ovpatch; ovpatch.apply()  # fmt: skip
 
 from train_tp import Llama, batch, cut  # noqa: E402  # the model and its plan, of the example next to this one
 

@@ -5,8 +5,8 @@
         torchrun --nproc-per-node 2 examples/train_gpt.py --resume gpt.pt --steps 200
     python examples/train_gpt.py --accumulate 2
 
-It is written as people write such scripts: plain torch, nothing prepared for ovpatch. The import of ovpatch and the
-call of ``apply()`` below it are all that ovpatch adds; without them it is the same program (so it is with OVPATCH=0).
+It is written as people write such scripts: plain torch, nothing prepared for ovpatch. The line of ovpatch
+after the imports is all that it adds; without the line, or with OVPATCH=0, this is the same program.
 The text is ``pydoc_data.topics``, which every Python brings along: nothing is downloaded.
 """
 
@@ -27,9 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import ovpatch
-
-ovpatch.apply()
+import ovpatch; ovpatch.apply()  # fmt: skip
 
 VOCABULARY = 256  # a token is a byte
 

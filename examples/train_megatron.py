@@ -5,7 +5,7 @@
     OVPATCH=0 torchrun --nproc-per-node 4 examples/train_megatron.py           # stock
 
 It is written as Megatron's own examples are: the local specification, its DistributedDataParallel, its pipeline
-schedule. The import of ovpatch and the call of ``apply()`` are all that ovpatch adds. It needs ``pip install
+schedule. The line of ovpatch after the imports of torch is all that it adds. It needs ``pip install
 'ovpatch[megatron]'``. The text is ``pydoc_data.topics``, which every Python brings along.
 """
 
@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ovpatch
-
-ovpatch.apply()
+import ovpatch; ovpatch.apply()  # fmt: skip
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

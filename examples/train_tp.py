@@ -6,7 +6,7 @@
         torchrun --nproc-per-node 2 examples/train_tp.py --checkpoint tp       # continues from step 50
 
 It is written as people write such scripts: stock ``parallelize_module`` with a plan of its styles, DTensors, loss
-parallel, distributed checkpoints. The import of ovpatch and the call of ``apply()`` below it are all that ovpatch adds.
+parallel, distributed checkpoints. The line of ovpatch after the imports is all that it adds.
 ``OVPATCH=-tp_linear`` turns its feature ``tp_linear`` off.
 
 The text is ``pydoc_data.topics``, which every Python brings along: nothing is downloaded.
@@ -39,9 +39,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import ovpatch
-
-ovpatch.apply()
+import ovpatch; ovpatch.apply()  # fmt: skip
 
 VOCABULARY = 256  # a token is a byte
 

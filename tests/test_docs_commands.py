@@ -125,7 +125,6 @@ PLACES: dict[str, tuple[str, ...]] = {
         "--steps 20",
     ),
     "tests/test_packaging.py::test_the_installed_wheel_imports_and_is_found_by_torch": (
-        "pip install .",
         'pip install ".[plot]"',
     ),
     "tests/scripts/test_compatibility.py::test_only_tests_that_pass_have_rows": (

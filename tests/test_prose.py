@@ -70,11 +70,17 @@ def test_a_rule_finds_its_fault_and_nothing_next_to_it(source, expected):
     [
         ("One.\nIt hops on.\n", [(2, "word")]),
         ("```text\nIt hops on.\n```\n\n<!-- It\nhops on -->\nIt hops on.\n", [(7, "word")]),
+        (
+            "<!-- begin: a -->\nIt hops on.\n<!-- end: a -->\n<!-- table b -->\nIt hops on.\n<!-- /table -->\n"
+            "It hops on.\n",
+            [(7, "word")],
+        ),
+        ("::: a.hops_on\n    options: { hops on }\n\nIt hops on.\n", [(4, "word")]),
         ("[entire](entire) [x](<entire>)\n", [(1, "word")]),
         (f"# {LONG}\n\n| {LONG} |\n\n{LONG}\n", [(5, "long")]),
     ],
 )
-def test_a_page_is_read_without_its_code_and_links(source, expected):
+def test_a_page_is_read_without_its_code_links_and_generated_parts(source, expected):
     assert find("page.md", source) == expected
 
 

@@ -40,6 +40,7 @@ _FOREIGN: Final = re.compile(
 )
 _ROLE: Final = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
 _VARIABLE: Final = re.compile(r"(?<=<code>)[A-Z0-9_]+(?=</code>)")
+_TEST: Final = re.compile(r"(?<=<code>)[\w/.]+::\w+(?=</code>)")
 
 
 # The rank of pages in the search. The first folder or name that a path begins or ends with counts, other pages have 1.
@@ -138,8 +139,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Remove the roles of Sphinx that docstrings have around names, and let names of variables break after a ``_``."""
-    return _VARIABLE.sub(lambda match: match[0].replace("_", "_<wbr>"), _ROLE.sub("", html))
+    """Remove the roles of Sphinx that docstrings have around names, and let long names break.
+
+    Variables break after a ``_`` on narrow screens. Names of tests break everywhere, because a column of them would
+    otherwise push its neighbors out of the screen.
+    """
+    html = _VARIABLE.sub(lambda match: match[0].replace("_", "_<wbr>"), _ROLE.sub("", html))
+    return _TEST.sub(lambda match: re.sub("(::|[_/])", r"\1<wbr class=path>", match[0]), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

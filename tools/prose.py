@@ -51,7 +51,16 @@ _FRAGMENT: Final = re.compile(
 # Comments that address a tool.
 _DIRECTIVE: Final = re.compile(r"(?:noqa|type:|fmt:|mypy|ruff|pragma|!|-\*-|[-=]{2})")
 _CODE_SPAN: Final = re.compile(r"(`+).+?\1", re.DOTALL)
-_FENCED: Final = re.compile(r"^([ ]*)(```|~~~).*?^\1\2[ ]*$|<!--.*?-->", re.DOTALL | re.MULTILINE)
+_FENCED: Final = re.compile(
+    # A block of code, a remark, or a directive of mkdocstrings with its options.
+    r"^([ ]*)(```|~~~).*?^\1\2[ ]*$|<!--.*?-->|^::: [^\n]*(?:\n {4}[^\n]*)*",
+    re.DOTALL | re.MULTILINE,
+)
+# A part of a page that is generated, by this or another tool. Its sentences are checked where they are written: in the
+# sources, as the help of an option, or in the tests, as the name of a program.
+_GENERATED: Final = re.compile(
+    r"<!-- (?:begin: |table )?([^>]+?) -->.*?<!-- (?:end: \1|/table|/\1) -->", re.DOTALL
+)
 _LINK_TARGET: Final = re.compile(r"\]\([^)\s]*\)")
 _ABBREVIATION: Final = re.compile(r"\b(?:e\.g|i\.e|etc|vs|cf)\.$|(?:^|[\s(])\w\.$")
 _SENTENCE_END: Final = re.compile(r"[.!?:][)\"'*\u201d]*(?=\s|$)")
@@ -210,8 +219,10 @@ def _read_comments(source: str) -> Iterator[Passage]:
 
 
 def read_page(source: str) -> Iterator[Passage]:
-    """Yield a Markdown page as one passage, without blocks of code, remarks and the targets of links."""
-    text = _FENCED.sub(lambda match: "\n" * match[0].count("\n"), source)
+    """Yield a Markdown page as one passage, without generated parts, code, remarks and the targets of links."""
+    text = source
+    for pattern in (_GENERATED, _FENCED):
+        text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)
     yield Passage(1, "page", _LINK_TARGET.sub("]", text))
 
 

@@ -115,8 +115,12 @@ def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
 
 
-def test_two_lines_of_the_script_know_ovpatch():
-    tree = ast.parse(demo.SCRIPT.read_text())
+@pytest.mark.parametrize("name", ["train_gpt", "train_tp", "train_2d", "three_d", "train_megatron"])
+def test_one_line_of_the_script_knows_ovpatch(name):
+    """README and quick start show this line, so that readers find one way to write it."""
+    script = demo.SCRIPT.with_name(f"{name}.py").read_text()
+    tree = ast.parse(script)
     tree.body = tree.body[1:]  # the docstring may speak of it
     lines = [line for line in ast.unparse(tree).splitlines() if "ovpatch" in line]
     assert lines == ["import ovpatch", "ovpatch.apply()"]
+    assert "\nimport ovpatch; ovpatch.apply()  # fmt: skip\n" in script
