@@ -75,11 +75,17 @@ def fake_hosts(per_host: int | Sequence[int]) -> Iterator[None]:
     """
     import torch.distributed as dist
 
+    from ovpatch.overlap.comm import consensus
     from ovpatch.overlap.comm import hosts as own
 
     rank = dist.get_rank()
     host = rank // per_host if isinstance(per_host, int) else per_host[rank]
-    with mock.patch.object(own, "identify_host", return_value=f"host{host}"):
+    # The module of hosts has its own name of the function.
+    patches = [
+        mock.patch.object(module, "identify_host", return_value=f"host{host} boot")
+        for module in (consensus, own)
+    ]
+    with patches[0], patches[1]:
         yield
 
 
@@ -146,6 +152,11 @@ class Cluster:
 
     # ---------------------------------------------------------------- programs
 
+    def enter(self, host: int) -> list[str]:
+        """Return what comes before a command that runs on a host, in this process's folder."""
+        names = ["--net", "--uts", "--mount"]
+        return ["nsenter", "-t", str(self._pid(host)), *names, f"--wd={os.getcwd()}", "--"]
+
     def start(
         self,
         host: int,
@@ -157,16 +168,6 @@ class Cluster:
         argv = shlex.split(command) if isinstance(command, str) else list(command)
         if shutil.which(argv[0]) is None:
             argv[0] = str(Path(sys.executable).with_name(argv[0]))
-        enter = [
-            "nsenter",
-            "-t",
-            str(self._pid(host)),
-            "--net",
-            "--uts",
-            "--mount",
-            f"--wd={os.getcwd()}",
-            "--",
-        ]
         # Gloo finds its address by the host name, as on most clusters.
         environment = updated(clean(os.environ), {"GLOO_SOCKET_IFNAME": None, **(env or {})})
         with (
@@ -174,7 +175,7 @@ class Cluster:
             (self._folder / f"err{host}").open("w") as err,
         ):
             return subprocess.Popen(
-                [*enter, *argv], stdout=out, stderr=err, env=environment, text=True
+                [*self.enter(host), *argv], stdout=out, stderr=err, env=environment, text=True
             )
 
     def finish(self, host: int, program: subprocess.Popen[str], deadline: float) -> Result:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.consensus import known_hosts, name_ranks
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
@@ -53,6 +54,8 @@ class PeerRpc:
         self._size = group.size()
         self._pid = os.getpid()
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self._size)]
+        # Errors need the names after the group was destroyed as well.
+        self._hosts = known_hosts(group)
         self._timeout_s = group_timeout_s(group)
         self._endpoints = Endpoints(group)
         # The threads of the server would keep `self` alive, so the function below references only
@@ -209,12 +212,13 @@ class PeerRpc:
         # The failure of one rank cuts the calls of the pending ranks short, so the message must
         # not blame these.
         reasons = request.failures or request.list_pending()
-        details = "; ".join(
-            f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items())
-        )
+        names = {
+            rank: f"rank {name_ranks([global_rank], self._hosts)}"
+            for rank, global_rank in enumerate(self._global_ranks)
+        }
+        details = "; ".join(f"{names[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [
-            f"on rank {self._global_ranks[rank]}:\n{trace}"
-            for rank, trace in sorted(request.tracebacks.items())
+            f"on {names[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())
         ]
         if causes:
             remedy = _REMEDY_FAILED

@@ -1,0 +1,91 @@
+"""``ovpatch verify`` on several hosts, without a shared folder: node 0 judges all ranks, the others send their files.
+
+The tools and ranks come from one server per host that has imported torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import Cluster, hosts, reason_to_skip
+from tests.support.preloaded import Server
+
+PROGRAM = Path(__file__).with_name("verified.py")
+PORT = 29600
+TOOL = """
+import sys
+from ovpatch.cli import main
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with hosts(2, rate="1gbit") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def servers(cluster) -> Iterator[list[Server]]:
+    made = [Server(enter=cluster.enter(host)) for host in range(2)]
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def verify(cluster, servers, tmp_path):
+    """``verify(env, *options)`` -> exit code and output of the tool on each host, and the JSON of node 0."""
+    (tmp_path / "tool.py").write_text(TOOL)
+
+    def run(env, *options):
+        programs = []
+        for host, server in enumerate(servers):
+            # Hosts share no folder, so each has its own file.
+            given = ("--json", str(tmp_path / f"host{host}.json"), "--features", "ddp", *options)
+            meet = ("--nodes", "2", "--meet", f"{cluster.addresses[0]}:{PORT}")
+            command = ("--", *server.command(ranks=2), str(PROGRAM))
+            job = {
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "2",
+                "FIRST_RANK": str(2 * host),
+                "MASTER_ADDR": cluster.addresses[0],
+                "MASTER_PORT": str(PORT + 10),
+            }
+            tool = [*server.command(), str(tmp_path / "tool.py"), "verify", *given, *meet, *command]
+            programs.append(cluster.start(host, tool, env={**job, **env}))
+        deadline = time.monotonic() + 240
+        results = [cluster.finish(host, program, deadline) for host, program in enumerate(programs)]
+        files = [tmp_path / f"host{host}.json" for host in range(2)]
+        assert not files[1].exists(), "node 0 alone writes the result"
+        data = json.loads(files[0].read_text()) if files[0].exists() else {}
+        return [(result.rc, result.stdout, result.stderr) for result in results], data
+
+    return run
+
+
+def test_node_0_compares_all_ranks_and_the_other_node_prints_one_line(verify):
+    (leader, follower), data = verify({}, "--steps", "2")
+    assert leader[0] == follower[0] == 0, (leader, follower)
+    same = "SAME: all 144 values of 2 steps on 4 ranks have stock's bits (ddp)"
+    assert leader[1].splitlines()[0] == same
+    line = f"ovpatch verify: node 1 (host1) took part; node 0 (host0) concluded: {same}\n"
+    assert follower[1] == line
+    names = [f"rank {rank} (host host{rank // 2})" for rank in range(4)]
+    assert f" values on {', '.join(names)}, to step 2" in leader[1]
+    assert data["processes"] == names
+
+
+def test_a_program_that_differs_on_one_host_is_named_with_it(verify):
+    (leader, follower), _ = verify({"OTHER": "host1"}, "--steps", "2")
+    assert leader[0] == follower[0] == 1, (leader, follower)
+    assert leader[1].startswith("DIFFERENT: first in 'gradient"), leader
+    assert "at step 2 on rank 2 (host host1)" in leader[1].splitlines()[0]
+    assert "node 0 (host0) concluded: DIFFERENT: first in" in follower[1]
