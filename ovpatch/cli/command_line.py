@@ -49,8 +49,8 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=make_int_parser(1),
         metavar="N",
-        help="the number of nodes, on each of which this command was started (default: by the launcher). 1: each node "
-        "judges its own ranks",
+        help="the number of nodes, on each of which you start this command (default: by the launcher). 1: each node "
+        "shows its own ranks",
     )
     parser.add_argument(
         "--meet",

@@ -16,7 +16,7 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -169,6 +169,8 @@ def meet(
     terms: Mapping[str, Any],
     timeout_s: float,
     say: Callable[[str], None] = lambda message: None,
+    *,
+    needs_all: bool = True,
 ) -> Leader | Follower:
     """Wait for the other nodes, and return this node's part.
 
@@ -178,6 +180,7 @@ def meet(
         terms: JSON values that must be equal on all nodes.
         timeout_s: Seconds to wait.
         say: Shows progress.
+        needs_all: Whether a missing node is an error; otherwise node 0 only says which is missing.
 
     Raises:
         NodeError: A node is missing or differs.
@@ -191,7 +194,7 @@ def meet(
     if listener is None:
         return Follower(place, hello, timeout_s)
     with listener:
-        return Leader(place, hello, timeout_s, listener, say)
+        return Leader(place, hello, timeout_s, listener, say, needs_all=needs_all)
 
 
 def _listen(place: Place) -> socket.socket | None:
@@ -258,8 +261,11 @@ class Leader:
         timeout_s: float,
         listener: socket.socket,
         say: Callable[[str], None],
+        *,
+        needs_all: bool,
     ) -> None:
         self.verdict = ""
+        self._say = say
         self._links: dict[int, _Link] = {}
         self.names = [str(hello["name"])]
 
@@ -275,16 +281,14 @@ class Leader:
         self._gone: int | None = None
 
         say(f"waiting for {place.count} nodes at port {place.port}")
-        self._accept(place, hello, timeout_s, listener)
-        say(f"{place.count} nodes: {', '.join(self.names)}")
+        came = self._accept(place, timeout_s, listener)
+        self._admit(place, hello, timeout_s, came, needs_all=needs_all)
+        say(f"{len(self.names)} nodes: {', '.join(self.names)}")
 
     def _accept(
-        self,
-        place: Place,
-        hello: Mapping[str, Any],
-        timeout_s: float,
-        listener: socket.socket,
-    ) -> None:
+        self, place: Place, timeout_s: float, listener: socket.socket
+    ) -> list[tuple[_Link, dict[str, Any]]]:
+        """Return the connections of the nodes that come in time, and what they say of themselves."""
         came: list[tuple[_Link, dict[str, Any]]] = []
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -300,7 +304,7 @@ class Leader:
                     # A program that is not ovpatch may try the port.
                     with contextlib.suppress(_LostError):
                         came.append((link, _greet(link)))
-        self._admit(place, hello, timeout_s, came)
+        return came
 
     def _admit(
         self,
@@ -308,6 +312,8 @@ class Leader:
         hello: Mapping[str, Any],
         timeout_s: float,
         came: Sequence[tuple[_Link, dict[str, Any]]],
+        *,
+        needs_all: bool,
     ) -> None:
         """Number the nodes that came, or end the meeting for all of them."""
         ordered = sorted(came, key=lambda pair: pair[1]["index"] or 0)
@@ -324,9 +330,12 @@ class Leader:
             indexes: dict[int | None, list[str]] = {place.index: [hello["name"]]}
             for _, theirs in ordered:
                 indexes.setdefault(theirs["index"], []).append(theirs["name"])
-            problem = _ERROR_MISSING.format(
+            missing = _ERROR_MISSING.format(
                 timeout_s, _name_missing(place, indexes), ", ".join(self.names)
             )
+            problem = missing if needs_all else ""
+            if not needs_all:
+                self._say(missing)
         if problem:
             self.end(problem, ExitCode.UNDECIDED)
             raise NodeError(problem)
@@ -346,6 +355,15 @@ class Leader:
             self._send(index, {"kind": "end", "text": verdict, "code": int(code)})
             link.close()
         self._links = {}
+
+    def collect(self, folder: Path) -> None:
+        """Get the files that each node delivers into a folder."""
+        self._run, self._folder, self._ends = "report", folder, {}
+        for index in self._links:
+            self._send(index, {"kind": "collect"})
+        while len(self._ends) < len(self._links) and self._gone is None:
+            self._poll(_POLL_S)
+        self._check_gone()
 
     # ---------------------------------------------------------------- a run
 
@@ -533,6 +551,13 @@ class Follower:
                 shutil.rmtree(folder, ignore_errors=True)
         return order["text"], order["code"]
 
+    def deliver(self, folder: Path) -> None:
+        """Send the files of a folder to node 0; raise NodeError if it is gone."""
+        self._receive()
+        self._send_files(folder)
+        self._send({"kind": "done", "code": 0})
+        self._receive()
+
     def _run(self, order: Mapping[str, Any], command: Sequence[str], out: Path) -> None:
         variant = Variant(order["name"], order["features"], order["details"], order["variables"])
         try:
@@ -548,14 +573,14 @@ class Follower:
             failure = {"code": int(ExitCode.UNDECIDED), "timed_out": False, "interrupted": False}
             self._send({"kind": "done", **failure, "error": str(error)})
             return
-        self._send_files(path for path in sorted(outcome.folder.iterdir()) if path.is_file())
+        self._send_files(outcome.folder)
         self._send({"kind": "file", "name": "log"}, outcome.log)
         self._send(_describe_end(outcome))
 
-    def _send_files(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            # Other names are those of files that a killed process did not complete.
-            if not path.name.startswith("."):
+    def _send_files(self, folder: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            # A name with a dot before it is that of a file that a killed process did not complete.
+            if path.is_file() and not path.name.startswith("."):
                 self._send({"kind": "file", "name": path.name}, path)
 
     def _should_stop(self) -> bool:

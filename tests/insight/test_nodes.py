@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from ovpatch.cli import run_command
 from ovpatch.insight import launch, nodes, variants
 from ovpatch.insight.node_place import Place, find_place
 from ovpatch.insight.nodes import Follower, Leader, NodeError
@@ -286,6 +287,27 @@ def test_a_follower_whose_node_0_is_gone_ends_its_run(runs, folders):
     leader.result._links[1].close()
     follower.end()
     assert str(follower.error).startswith("node 0 is gone: ")
+
+
+# --- reports ---
+
+
+def test_node_0_gets_the_reports_of_all_nodes_after_the_command(folders, capfd):
+    port = free_port()
+    for index, folder in enumerate(folders):
+        (folder / f"worker-7-{index}.json").write_text(str(index))
+    leader = Node(lambda: run_command._is_delivered(place_of(0, port), folders[0]))
+    follower = Node(lambda: run_command._is_delivered(place_of(1, port), folders[1]))
+    assert (leader.end(), follower.end()) == (False, True), (leader.error, follower.error)
+    assert sorted(path.read_text() for path in folders[0].iterdir()) == ["0", "1"]
+    assert "the report of all nodes is on node 0" in capfd.readouterr().err
+
+
+def test_a_node_whose_peers_do_not_report_writes_its_own_report(folders, capfd, monkeypatch):
+    monkeypatch.setattr(run_command, "_MEETING_TIMEOUT_S", 0.1)
+    for index, missing in ((0, "node 1 is missing"), (1, "cannot reach node 0")):
+        assert not run_command._is_delivered(place_of(index, free_port()), folders[index])
+        assert missing in capfd.readouterr().err
 
 
 # --- nodes that do not meet ---

@@ -225,6 +225,7 @@ def test_the_first_line_has_the_exit_code_of_a_rank_of_torchrun(site, monkeypatc
 
 
 NODE_SAME = "SAME: all 36 values of 2 steps on 1 rank have stock's bits (counts)"
+ALL_SAME = "SAME: all 72 values of 2 steps on 2 ranks have stock's bits (counts)"
 NODE = """
 import sys
 from ovpatch.cli import main
@@ -233,8 +234,12 @@ sys.exit(main.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
-    """Each node has a process as under ``torchrun --nnodes 2 --nproc-per-node 1``, and its own ``verify``."""
+@pytest.mark.parametrize("options", [(), ("--nodes=1",)])
+def test_two_nodes_give_one_verdict_or_each_its_own(site, tmp_path, options):
+    """Each node has a process as under ``torchrun --nnodes 2 --nproc-per-node 1``, and its own ``verify``.
+
+    With ``--nodes=1`` no node waits for a rank in the folder of the other.
+    """
     (tmp_path / "node.py").write_text(NODE)
     (tmp_path / "train.py").write_text(TWO_NODES)
     job = {
@@ -248,6 +253,7 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
         "verify",
         "--steps=2",
         "--features=counts",
+        *options,
         "--",
         *preloaded(),
         str(tmp_path / "train.py"),
@@ -266,9 +272,17 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
     finally:
         for process in nodes:
             process.kill()
-    for node, (out, code) in enumerate(found):
-        assert out.startswith(f"{NODE_SAME}; this node saw rank {node} of 2\n"), out
-        assert code == 0
+    assert [code for _, code in found] == [0, 0], found
+    if options:
+        for node, (out, _) in enumerate(found):
+            assert out.startswith(f"{NODE_SAME}; this node saw rank {node} of 2\n"), out
+    else:
+        assert found[0][0].startswith(f"{ALL_SAME}\n"), found
+        assert re.fullmatch(
+            rf"ovpatch verify: node 1 \(.*\) took part; node 0 \(.*\) concluded: "
+            rf"{re.escape(ALL_SAME)}\n",
+            found[1][0],
+        ), found
 
 
 def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
