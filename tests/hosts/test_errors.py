@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, name_ranks
 from ovpatch.overlap.comm.hosts import find_host_layout
+from ovpatch.overlap.peer_rpc.client import Endpoint, Endpoints
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from tests.support.hosts import fake_hosts
 
 ROOT = Path(__file__).parents[2]
-NAMED = "rank {} (host host{})"
 
 
 def test_ranks_are_listed_with_the_hosts_that_are_known():
@@ -65,6 +66,12 @@ def all_errors(hosts):
         dist.barrier()
         texts += [call_peer(group) if rank == 0 else "", step_another_optimizer(group)]
         dist.barrier()
+        # No server listens at this port.
+        nowhere = Endpoint("00", "elsewhere", ["127.0.0.1"], 1)
+        PeerRpc.for_group(group)._endpoints.verified.clear()
+        with mock.patch.object(Endpoints, "look_up", return_value=nowhere):
+            texts.append(call_peer(group))
+        dist.barrier()
         return texts
 
 
@@ -72,10 +79,12 @@ def all_errors(hosts):
 def test_errors_name_the_host_of_a_rank_if_there_are_several(ranks, hosts):
     first, second = [f"rank {rank}" + f" (host host{rank})" * hosts[1] for rank in range(2)]
     results = ranks(2)(all_errors, hosts)
-    for different, objection, missing, silent, voted in results:
+    for rank, (different, objection, missing, silent, voted, unreachable) in enumerate(results):
         assert f"size is 0 on {first} but 1 on {second}." in different
         assert objection == f"no room ({second})"
         assert f"optimizer 0 on {first} but optimizer 1 on {second}." in voted
+        assert f": {second if rank == 0 else first} cannot be reached: Connection" in unreachable
+        assert ("has a route from here" in unreachable) == (hosts[1] == 1)
         if missing:
             assert f"got no reply from {second} within" in missing
             assert f": {second} does not serve this topic." in silent

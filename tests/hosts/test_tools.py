@@ -45,9 +45,10 @@ def verify(cluster, servers, tmp_path):
     """``verify(env, *options)`` -> exit code and output of the tool on each host, and the JSON of node 0."""
     (tmp_path / "tool.py").write_text(TOOL)
 
-    def run(env, *options):
-        programs = []
-        for host, server in enumerate(servers):
+    def run(env, *options, on=(0, 1)):
+        programs = {}
+        for host in on:
+            server = servers[host]
             # Hosts share no folder, so each has its own file.
             given = ("--json", str(tmp_path / f"host{host}.json"), "--features", "ddp", *options)
             meet = ("--nodes", "2", "--meet", f"{cluster.addresses[0]}:{PORT}")
@@ -60,7 +61,7 @@ def verify(cluster, servers, tmp_path):
                 "MASTER_PORT": str(PORT + 10),
             }
             tool = [*server.command(), str(tmp_path / "tool.py"), "verify", *given, *meet, *command]
-            programs.append(cluster.start(host, tool, env={**job, **env}))
+            programs[host] = cluster.start(host, tool, env={**job, **env})
         deadline = time.monotonic() + 240
         results = [cluster.finish(host, program, deadline) for host, program in enumerate(programs)]
         files = [tmp_path / f"host{host}.json" for host in range(2)]
@@ -89,3 +90,19 @@ def test_a_program_that_differs_on_one_host_is_named_with_it(verify):
     assert leader[1].startswith("DIFFERENT: first in 'gradient"), leader
     assert "at step 2 on rank 2 (host host1)" in leader[1].splitlines()[0]
     assert "node 0 (host0) concluded: DIFFERENT: first in" in follower[1]
+
+
+def test_a_node_that_does_not_come_is_named_and_nothing_runs(verify):
+    ((code, out, err),), _ = verify({}, "--timeout", "1", on=[0])
+    assert (code, out) == (3, "")
+    assert "1 of 2 nodes is missing, host0 here. Start the same command on every node" in err
+    assert "run 1" not in err
+
+
+def test_a_node_without_a_route_to_node_0_says_so(cluster, verify):
+    cluster.set_link(1, up=False)
+    ((code, out, err),), _ = verify({}, "--timeout", "1", on=[1])
+    cluster.set_link(1, up=True)
+    assert (code, out) == (3, "")
+    assert f"this node (host1) cannot reach node 0 at {cluster.addresses[0]} port {PORT}" in err
+    assert "choose another one by --meet HOST:PORT" in err

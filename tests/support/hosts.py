@@ -43,6 +43,9 @@ _PORT: Final = 29400
 _ERROR_RATE: Final = (
     "the rate of a link is {!r}, which tc would not understand. Write a number and a unit: 200mbit."
 )
+_ERROR_COUNT: Final = (
+    "the test bed has addresses for 1 to 254 hosts, not for {}. Give one of these."
+)
 _ERROR_HOST: Final = "there is no host {}, only hosts 0 to {}. Name one of these."
 
 
@@ -297,6 +300,8 @@ def hosts(count: int, *, rate: str | None = None) -> Iterator[Cluster]:
     """
     if rate is not None and not _RATE.fullmatch(rate):
         raise ValueError(_ERROR_RATE.format(rate))
+    if not 1 <= count <= 254:
+        raise ValueError(_ERROR_COUNT.format(count))
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         cluster = Cluster.__new__(Cluster)
         cluster._holders = []

@@ -28,6 +28,7 @@ from ovpatch.overlap.comm.lifetimes import (
 from ovpatch.overlap.peer_rpc.client import (
     EXIT_REASONS,
     MAX_CONNECTIONS,
+    REASON_UNREACHABLE,
     Endpoints,
     Replies,
     Request,
@@ -224,6 +225,8 @@ class PeerRpc:
             remedy = _REMEDY_FAILED
         elif any(reason in EXIT_REASONS for reason in reasons.values()):
             remedy = _REMEDY_EXITED
+        elif self._hosts and any(map(_is_unreachable, reasons.values())):
+            remedy = _REMEDY_ROUTE
         else:
             remedy = _REMEDY_SILENT if request.should_retry else _REMEDY_DESTROYED
         message = f"ovpatch: no reply to '{topic}' within {seconds:.3g} s: {details.rstrip('.')}. {remedy}"
@@ -231,6 +234,10 @@ class PeerRpc:
             raise PeerError(message) from RuntimeError("\n".join(causes))
         # Without "from", the traceback shows an exception in flight, as in a finally block.
         raise PeerError(message)
+
+
+def _is_unreachable(reason: str) -> bool:
+    return reason.startswith(REASON_UNREACHABLE)
 
 
 def _at_exit() -> None:
@@ -249,6 +256,11 @@ _REMEDY_SILENT: Final = (
     "active if ovpatch.apply() was called before the model was wrapped. If it only needs more "
     "time, "
     "give init_process_group() a larger timeout."
+)
+_REMEDY_ROUTE: Final = (
+    "Check the output of that rank, and whether its host has a route from here that is open for "
+    "all ports: ranks read from each other at ports that the system chooses. If it is closed, turn "
+    "dist_optimizer off."
 )
 _REMEDY_EXITED: Final = (
     "Look for the first error in the output of the rank that has exited, correct it, and "
