@@ -25,8 +25,7 @@ _ERROR_RANGE: Final = (
     "number, or --nodes 1, with which each node judges its own ranks."
 )
 _ERROR_BACKEND: Final = (
-    "the rendezvous {} is on none of the nodes, so it does not tell them where to meet. "
-    + _REMEDY_MEET
+    "the rendezvous {} is on none of the nodes, so they do not know where to meet. " + _REMEDY_MEET
 )
 _ERROR_MEET: Final = "--meet {} is not an address and a port. Write it like --meet host0:29600."
 _ERROR_ONE_OPTION: Final = (

@@ -1,7 +1,7 @@
 """The nodes of a job: each runs the same tool, and node 0 concludes from the files of all nodes.
 
 Node 0 leads. It orders each run, the other nodes follow, and send the files that their processes
-left. So the nodes need no shared file system, and all decisions are made once. The tools talk over
+left. So the nodes need no shared file system, and each decision exists once. The tools talk over
 a port next to that of the launcher, see ADR 0032.
 """
 
@@ -44,7 +44,7 @@ _POLL_S: Final = 0.5
 
 
 class NodeError(Exception):
-    """Nodes do not meet, differ, or one of them is gone; the message names it."""
+    """Nodes do not meet, differ, or one of them was lost; the message names it."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.UNDECIDED) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class NodeError(Exception):
 
 
 class _LostError(Exception):
-    """The other end of a connection is gone, or is not ovpatch."""
+    """The other end of a connection was lost, or is not ovpatch."""
 
 
 class _Link:
@@ -71,13 +71,13 @@ class _Link:
         return self._socket.fileno()
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Return whether something has arrived, or the other end is gone."""
+        """Return whether something has arrived, or the other end was lost."""
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             return bool(selector.select(timeout_s))
 
     def send(self, header: Mapping[str, Any], file: Path | None = None) -> None:
-        """Send a header, and the bytes of a file after it; raise _LostError if the other end is gone."""
+        """Send a header, and the bytes of a file after it; raise _LostError if the other end was lost."""
         data = json.dumps(header).encode()
         try:
             if file is None:
@@ -86,7 +86,7 @@ class _Link:
             with file.open("rb") as source:
                 size = os.fstat(source.fileno()).st_size
                 self._socket.sendall(_FRAME.pack(len(data), size) + data)
-                # A log may grow, and the other end expects so many bytes.
+                # A log may grow, and the other end expects this number of bytes.
                 self._socket.sendfile(source, 0, size) if size else None
         except OSError as error:
             raise _LostError(str(error)) from error
@@ -95,7 +95,7 @@ class _Link:
         """Return a header, after its file was written to the path that ``choose`` returns for it.
 
         Raises:
-            _LostError: The other end is gone, or is not ovpatch.
+            _LostError: The other end was lost, or is not ovpatch.
         """
         length, size = _FRAME.unpack(self._read(_FRAME.size))
         if length > _MAX_HEADER_BYTES or (size and choose is None):
@@ -156,8 +156,8 @@ _ERROR_DIFFERENT: Final = (
     "{} differs from node 0 ({}) in {}: {} there, {} here. Start the same command with the same "
     "version of ovpatch on every node."
 )
-_ERROR_GONE: Final = (
-    "{} is gone{}: its tool has ended, or its host or link is down. See the output there, and start "
+_ERROR_LOST: Final = (
+    "{} was lost{}: its tool has ended, or its host or link is down. See the output there, and start "
     "the command again on every node."
 )
 _ERROR_REFUSED: Final = "node 0 ended the meeting: {}"
@@ -180,7 +180,7 @@ def meet(
         terms: JSON values that must be equal on all nodes.
         timeout_s: Seconds to wait.
         say: Shows progress.
-        needs_all: Whether a missing node is an error; otherwise node 0 only says which is missing.
+        needs_all: Whether a missing node is an error; otherwise node 0 only names it.
 
     Raises:
         NodeError: A node is missing or differs.
@@ -275,10 +275,10 @@ class Leader:
         self._folder = Path()
         # The ends of the nodes that have ended the run, the first to end first.
         self._ends: dict[int, dict[str, Any]] = {}
-        # The time of the first end that was a failure; the others then end soon, or hang.
+        # The time of the first end that was a failure; the remaining nodes then end soon, or hang.
         self._first_failure: float | None = None
         self._has_stopped = False
-        self._gone: int | None = None
+        self._lost: int | None = None
 
         say(f"waiting for {place.count} nodes at port {place.port}")
         came = self._accept(place, timeout_s, listener)
@@ -347,7 +347,7 @@ class Leader:
         try:
             self._links[index].send(header)
         except _LostError:
-            self._gone = index
+            self._lost = index
 
     def end(self, verdict: str, code: int) -> None:
         """End the meeting: each node shows the verdict, and exits with the code."""
@@ -361,9 +361,9 @@ class Leader:
         self._run, self._folder, self._ends = "report", folder, {}
         for index in self._links:
             self._send(index, {"kind": "collect"})
-        while len(self._ends) < len(self._links) and self._gone is None:
+        while len(self._ends) < len(self._links) and self._lost is None:
             self._poll(_POLL_S)
-        self._check_gone()
+        self._check_lost()
 
     # ---------------------------------------------------------------- a run
 
@@ -379,11 +379,11 @@ class Leader:
     ) -> Outcome:
         """Run one variant on all nodes; see :func:`ovpatch.insight.variants.run_variant`.
 
-        The outcome has the files of all nodes. Its code and its log are those of the node that
-        failed first.
+        The outcome has the files of all nodes, and the code and the log of the node that failed
+        first.
 
         Raises:
-            NodeError: A node is gone, or cannot start the command.
+            NodeError: A node was lost, or cannot start the command.
         """
         self._run, self._folder = variant.name, out / variant.name
         self._ends, self._first_failure, self._has_stopped = {}, None, False
@@ -398,7 +398,7 @@ class Leader:
         }
         for index in self._links:
             self._send(index, order)
-        self._check_gone()
+        self._check_lost()
         outcome = variants.run_variant(
             variant,
             command,
@@ -409,19 +409,19 @@ class Leader:
             should_stop=self._should_stop,
         )
         self._note_end(0, _describe_end(outcome))
-        while len(self._ends) <= len(self._links) and self._gone is None:
+        while len(self._ends) <= len(self._links) and self._lost is None:
             self._poll(_POLL_S)
             if not self._has_stopped and (outcome.interrupted or self._is_grace_over()):
                 self._has_stopped = True
                 for index in self._links.keys() - self._ends.keys():
                     self._send(index, {"kind": "stop"})
-        self._check_gone()
+        self._check_lost()
         return self._merge(outcome)
 
     def _should_stop(self) -> bool:
-        """Return whether this node must end its run, because another one is gone or failed long ago."""
+        """Return whether this node must end its run, because another one was lost or failed long ago."""
         self._poll(0.0)
-        return self._gone is not None or self._is_grace_over()
+        return self._lost is not None or self._is_grace_over()
 
     def _is_grace_over(self) -> bool:
         since = self._first_failure
@@ -446,7 +446,7 @@ class Leader:
         try:
             header = self._links[index].receive(choose)
         except _LostError:
-            self._gone = index
+            self._lost = index
             return
         if header["kind"] == "done":
             self._note_end(index, header)
@@ -460,11 +460,11 @@ class Leader:
         if end["code"] and self._first_failure is None:
             self._first_failure = time.monotonic()
 
-    def _check_gone(self) -> None:
-        """Raise NodeError if a node is gone, or could not start the command."""
-        if self._gone is not None:
-            node = name_node(self._gone, self.names[self._gone])
-            raise NodeError(_ERROR_GONE.format(node, f" in the run '{self._run}'"))
+    def _check_lost(self) -> None:
+        """Raise NodeError if a node was lost, or could not start the command."""
+        if self._lost is not None:
+            node = name_node(self._lost, self.names[self._lost])
+            raise NodeError(_ERROR_LOST.format(node, f" in the run '{self._run}'"))
         for index, end in self._ends.items():
             if end.get("error"):
                 raise NodeError(f"{name_node(index, self.names[index])}: {end['error']}")
@@ -527,7 +527,9 @@ class Follower:
             raise NodeError(_ERROR_REFUSED.format(welcome["text"]))
         self.index: int = welcome["index"]
         self.names: list[str] = welcome["names"]
-        self._is_leader_gone = False
+        self._is_leader_lost = False
+        # The end of the meeting, if node 0 has sent it during a run.
+        self._end: dict[str, Any] | None = None
 
     def follow(self, command: Sequence[str], out: Path) -> tuple[str, int]:
         """Run what node 0 orders until it has concluded; return its verdict and the exit code.
@@ -537,10 +539,10 @@ class Follower:
             out: An empty folder for the runs.
 
         Raises:
-            NodeError: Node 0 is gone.
+            NodeError: Node 0 was lost.
         """
         number = 0
-        while (order := self._receive())["kind"] != "end":
+        while (order := self._end or self._receive())["kind"] != "end":
             # Node 0 may stop a run that has just ended.
             if order["kind"] == "run":
                 number += 1
@@ -552,7 +554,7 @@ class Follower:
         return order["text"], order["code"]
 
     def deliver(self, folder: Path) -> None:
-        """Send the files of a folder to node 0; raise NodeError if it is gone."""
+        """Send the files of a folder to node 0; raise NodeError if it was lost."""
         self._receive()
         self._send_files(folder)
         self._send({"kind": "done", "code": 0})
@@ -573,6 +575,8 @@ class Follower:
             failure = {"code": int(ExitCode.UNDECIDED), "timed_out": False, "interrupted": False}
             self._send({"kind": "done", **failure, "error": str(error)})
             return
+        if self._end is not None:
+            return
         self._send_files(outcome.folder)
         self._send({"kind": "file", "name": "log"}, outcome.log)
         self._send(_describe_end(outcome))
@@ -584,13 +588,18 @@ class Follower:
                 self._send({"kind": "file", "name": path.name}, path)
 
     def _should_stop(self) -> bool:
-        """Return whether node 0 has stopped the run, or is gone."""
-        if not self._is_leader_gone and self._link.is_ready():
-            try:
-                return bool(self._link.receive()["kind"] == "stop")
-            except _LostError:
-                self._is_leader_gone = True
-        return self._is_leader_gone
+        """Return whether node 0 has stopped the run or the meeting, or was lost."""
+        if self._is_leader_lost or self._end is not None:
+            return True
+        if not self._link.is_ready():
+            return False
+        try:
+            order = self._link.receive()
+        except _LostError:
+            self._is_leader_lost = True
+        else:
+            self._end = order if order["kind"] == "end" else None
+        return True
 
     def _send(self, header: Mapping[str, Any], file: Path | None = None) -> None:
         try:
@@ -605,7 +614,7 @@ class Follower:
             raise self._make_error() from error
 
     def _make_error(self) -> NodeError:
-        return NodeError(_ERROR_GONE.format("node 0", ""))
+        return NodeError(_ERROR_LOST.format("node 0", ""))
 
 
 def _connect(place: Place, hello: Mapping[str, Any], timeout_s: float) -> _Link:

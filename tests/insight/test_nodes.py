@@ -253,7 +253,7 @@ def test_a_node_that_cannot_start_the_command_is_named(runs, folders):
     lead(runs, folders, check).end()
 
 
-def test_a_node_that_is_gone_ends_the_run_and_is_named(runs, folders):
+def test_a_node_that_is_lost_ends_the_run_and_is_named(runs, folders):
     runs.wait["node0"] = threading.Event()
     port = free_port()
     leader = Node(lambda: enter(0, port))
@@ -262,11 +262,12 @@ def test_a_node_that_is_gone_ends_the_run_and_is_named(runs, folders):
     running = Node(lambda: run(leader.result, folders[0]))
     follower._link.close()
     running.end()
-    assert "is gone in the run 'stock'" in str(running.error)
+    assert "was lost in the run 'stock'" in str(running.error)
     assert str(running.error).startswith("node 1 (")
 
 
-def test_a_follower_whose_node_0_is_gone_ends_its_run(runs, folders):
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_follower_whose_node_0_ends_or_is_lost_ends_its_run(runs, folders, ends):
     runs.wait["node1"] = threading.Event()
     port = free_port()
     leader = Node(lambda: enter(0, port))
@@ -284,9 +285,12 @@ def test_a_follower_whose_node_0_is_gone_ends_its_run(runs, folders):
             "timeout": 1.0,
         },
     )
-    leader.result._links[1].close()
-    follower.end()
-    assert str(follower.error).startswith("node 0 is gone: ")
+    if ends:
+        leader.result.end("interrupted", 130)
+    else:
+        leader.result._links[1].close()
+    assert follower.end() == (("interrupted", 130) if ends else None)
+    assert ends or str(follower.error).startswith("node 0 was lost: ")
 
 
 # --- reports ---
