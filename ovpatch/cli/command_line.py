@@ -66,7 +66,7 @@ def lead_or_follow(
     settings: Sequence[str],
     lead: Callable[[Leader | None], int],
 ) -> int:
-    """Conclude on node 0, or on the only node; follow node 0 on the others. Return the exit code.
+    """Conclude on node 0, or on the only node; follow node 0 elsewhere. Return the exit code.
 
     Args:
         arguments: The arguments of the subcommand.

@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _find_place(arguments: argparse.Namespace, command: list[str]) -> Place | None:
-    """Return the place of this node if the report is that of a job of several nodes."""
+    """Return the place of this node if a job of several nodes writes a report."""
     if arguments.report is None:
         return None
     from ovpatch.insight import node_place

@@ -583,7 +583,7 @@ class Follower:
 
     def _send_files(self, folder: Path) -> None:
         for path in sorted(folder.iterdir()):
-            # A name with a dot before it is that of a file that a killed process did not complete.
+            # A killed process leaves an incomplete file, whose name begins with a dot.
             if path.is_file() and not path.name.startswith("."):
                 self._send({"kind": "file", "name": path.name}, path)
 

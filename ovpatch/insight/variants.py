@@ -405,13 +405,15 @@ def list_processes(folder: Path) -> list[int]:
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
     processes = _read_processes(folder)
-    return {pid: one["rank"] for pid, one in processes.items() if one.get("rank") is not None}
+    ranks = {pid: process.get("rank") for pid, process in processes.items()}
+    return {pid: rank for pid, rank in ranks.items() if rank is not None}
 
 
 def read_hosts(folder: Path) -> dict[int, str]:
     """Return the host names of the ranks that signed in; {} if all of them are on one host."""
     processes = _read_processes(folder).values()
-    hosts = {int(one["rank"]): one["host"] for one in processes if one.get("rank")}
+    launched = [process for process in processes if process.get("rank")]
+    hosts = {int(process["rank"]): process["host"] for process in launched}
     return hosts if len(set(hosts.values())) > 1 else {}
 
 

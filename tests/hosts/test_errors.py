@@ -95,7 +95,7 @@ def test_errors_name_the_host_of_a_rank_if_there_are_several(ranks, hosts):
 
 # The packages whose errors are about peers, and messages that are stock PyTorch's.
 ABOUT_PEERS = ("ovpatch/overlap/comm", "ovpatch/overlap/peer_rpc", "plugins/ovpatch_plugins")
-OF_STOCK = "did not receive grad for rank "
+STOCK_TEXT = "did not receive grad for rank "
 # Orders and experts are within hosts, or of no process yet.
 UNNAMED = ("/pipeline/", "/pipe_experts/")
 
@@ -108,7 +108,7 @@ def find_unnamed_ranks(source: str) -> list[int]:
             continue
         for text, value in zip(node.values, node.values[1:], strict=False):
             is_rank = isinstance(text, ast.Constant) and str(text.value).endswith("rank ")
-            if is_rank and isinstance(value, ast.FormattedValue) and OF_STOCK not in text.value:
+            if is_rank and isinstance(value, ast.FormattedValue) and STOCK_TEXT not in text.value:
                 name = ast.unparse(value.value)
                 if not name.startswith(("name_ranks(", "missing")):
                     found.append(node.lineno)

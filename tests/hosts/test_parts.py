@@ -66,7 +66,7 @@ def train_in_part(members):
             except ValueError as failure:
                 error = str(failure)
     distance = max(
-        float((own - other).abs().max()) for own, other in zip(patched, stock, strict=True)
+        float((own - expected).abs().max()) for own, expected in zip(patched, stock, strict=True)
     )
     return distance, sharded, "\n".join(report), error
 

@@ -128,7 +128,7 @@ def enter(index, port, terms=(), timeout=60.0, **place):
 
 
 class Runs:
-    """Stands in for ``variants.run_variant`` of all nodes, which are told apart by their command."""
+    """A replacement of ``variants.run_variant`` on all nodes, each of which has its own command."""
 
     def __init__(self, monkeypatch):
         self.codes = {"node0": 0, "node1": 0}
@@ -143,8 +143,8 @@ class Runs:
         folder.mkdir(parents=True)
         rank = node[-1]
         log.write_text(f"the log of {node}")
-        one = {"pid": 7, "rank": rank, "host": node}
-        (folder / "process-7.json").write_text(json.dumps(one))
+        process = {"pid": 7, "rank": rank, "host": node}
+        (folder / "process-7.json").write_text(json.dumps(process))
         (folder / "beat-7").write_text("2")
         (folder / "stacks-7.txt").write_text(f"stacks of {node}")
         (folder / f"events-0-1-7-{rank}-0.pt").write_bytes(b"x" * (1 << 21))

@@ -225,7 +225,7 @@ def test_the_first_line_has_the_exit_code_of_a_rank_of_torchrun(site, monkeypatc
 
 
 NODE_SAME = "SAME: all 36 values of 2 steps on 1 rank have stock's bits (counts)"
-ALL_SAME = "SAME: all 72 values of 2 steps on 2 ranks have stock's bits (counts)"
+ALL_SAME = NODE_SAME.replace("36", "72").replace("1 rank", "2 ranks")
 NODE = """
 import sys
 from ovpatch.cli import main

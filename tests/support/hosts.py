@@ -156,7 +156,7 @@ class Cluster:
     # ---------------------------------------------------------------- programs
 
     def enter(self, host: int) -> list[str]:
-        """Return what comes before a command that runs on a host, in this process's folder."""
+        """Return the words before a command that runs on a host, in this process's folder."""
         names = ["--net", "--uts", "--mount"]
         return ["nsenter", "-t", str(self._pid(host)), *names, f"--wd={os.getcwd()}", "--"]
 
