@@ -160,6 +160,9 @@ _ERROR_LOST: Final = (
     "{} was lost{}: its tool has ended, or its host or link is down. See the output there, and start "
     "the command again on every node."
 )
+_ERROR_NOT_STARTED: Final = (
+    "{} cannot run the command: {}. Correct it there, and start the command again on every node."
+)
 _ERROR_REFUSED: Final = "node 0 ended the meeting: {}"
 
 
@@ -467,7 +470,8 @@ class Leader:
             raise NodeError(_ERROR_LOST.format(node, f" in the run '{self._run}'"))
         for index, end in self._ends.items():
             if end.get("error"):
-                raise NodeError(f"{name_node(index, self.names[index])}: {end['error']}")
+                node = name_node(index, self.names[index])
+                raise NodeError(_ERROR_NOT_STARTED.format(node, end["error"].rstrip(".")))
 
     def _merge(self, outcome: Outcome) -> Outcome:
         first = next((index for index, end in self._ends.items() if end["code"]), 0)

@@ -412,7 +412,7 @@ def read_ranks(folder: Path) -> dict[int, str]:
 def read_hosts(folder: Path) -> dict[int, str]:
     """Return the host names of the ranks that signed in; {} if all of them are on one host."""
     processes = _read_processes(folder).values()
-    launched = [process for process in processes if process.get("rank")]
+    launched = [process for process in processes if process.get("rank") and "host" in process]
     hosts = {int(process["rank"]): process["host"] for process in launched}
     return hosts if len(set(hosts.values())) > 1 else {}
 
