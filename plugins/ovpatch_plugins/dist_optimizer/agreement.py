@@ -344,9 +344,9 @@ class StepVotes:
             for rank, vote in sorted(votes.items()):
                 text = vote.text or "another optimizer"
                 ranks.setdefault(text, []).append(dist.get_global_rank(group, rank))
-            hosts = known_hosts(group)
             parts = " but ".join(
-                f"{text} on rank {name_ranks(found, hosts)}" for text, found in ranks.items()
+                f"{text} on rank {name_ranks(found, known_hosts(group))}"
+                for text, found in ranks.items()
             )
             self._end(f"ranks step different optimizers: {parts}. {_REMEDY}")
         return not outcome and not self.reason
