@@ -544,6 +544,7 @@ def test_the_quoted_error_is_the_one_that_is_raised(monkeypatch):
 
     monkeypatch.setattr(consensus.c10d, "_get_process_group_store", lambda group: None)
     monkeypatch.setattr(consensus.dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(consensus, "known_hosts", lambda group: {})
     error = consensus._Round(SimpleNamespace(size=lambda: 2), "ddp", 20.0)._report_missing([1])[
         "error"
     ]

@@ -22,6 +22,7 @@ from ovpatch.insight.bench.rounds import (
     FailedError,
     StoppedError,
 )
+from ovpatch.insight.nodes import Leader
 from ovpatch.insight.variants import Outcome
 from ovpatch.session import worker_reports
 from ovpatch.session.report_table import wants_colour
@@ -83,6 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="peak TFLOP/s of one device, for MFU (default: for bf16, by the device's name)",
     )
     command_line.add_timeout(parser)
+    command_line.add_nodes(parser)
     add(
         "--out",
         type=Path,
@@ -96,10 +98,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print the result."""
     command = command_line.check_comparison(arguments, "bench")
-    with command_line.open_folder(arguments.out) as out:
-        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out", "against")
-        plan = BenchPlan(command, out, **{name: getattr(arguments, name) for name in names})
-        return _measure(plan, arguments)
+    names = ("steps", "warmup", "rounds", "features", "leave_one_out", "against")
+
+    def lead(nodes: Leader | None) -> int:
+        with command_line.open_folder(arguments.out) as out:
+            given = {name: getattr(arguments, name) for name in (*names, "timeout")}
+            return _measure(BenchPlan(command, out, nodes=nodes, **given), arguments)
+
+    return command_line.lead_or_follow(arguments, "bench", command, names, lead)
 
 
 def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
@@ -119,6 +125,8 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         worker_reports.save_json(arguments.json, _collect_data(plan, runs, found))
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
+    if plan.nodes is not None:
+        plan.nodes.verdict = analysis.format_verdict(runs, found)
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(analysis.format_report(plan, runs, found, colour=colour))
     if arguments.json is not None:

@@ -8,14 +8,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ovpatch.exit_codes import ExitCode, get_exit_code
 from ovpatch.insight import launch
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
+    from ovpatch.insight.nodes import Leader
     from ovpatch.session.feature_plan import FeaturePlan
 
 
@@ -38,6 +41,64 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="end a run as hung after S seconds without a step (600)",
     )
+
+
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a job of several nodes."""
+    parser.add_argument(
+        "--nodes",
+        type=make_int_parser(1),
+        metavar="N",
+        help="the number of nodes, on each of which you start this command (default: by the launcher). 1: each node "
+        "shows its own ranks",
+    )
+    parser.add_argument(
+        "--meet",
+        metavar="HOST:PORT",
+        help="where the nodes meet (default: at node 0, one port after that of the launcher)",
+    )
+
+
+def lead_or_follow(
+    arguments: argparse.Namespace,
+    subcommand: str,
+    command: Sequence[str],
+    settings: Sequence[str],
+    lead: Callable[[Leader | None], int],
+) -> int:
+    """Conclude on node 0, or on the only node; follow node 0 elsewhere. Return the exit code.
+
+    Args:
+        arguments: The arguments of the subcommand.
+        subcommand: The name of the subcommand.
+        command: The command of this node.
+        settings: The names of the arguments that must be equal on all nodes.
+        lead: Runs everything and prints the conclusion. It gets None in a job of one node.
+    """
+    from ovpatch.insight import node_place, nodes
+
+    place = node_place.find_place(command, arguments.nodes, arguments.meet)
+    if place is None:
+        return lead(None)
+    terms = {name: getattr(arguments, name) for name in settings}
+    node = nodes.meet(place, subcommand, terms, arguments.timeout, partial(say, subcommand))
+    if isinstance(node, nodes.Follower):
+        with open_folder(None) as folder:
+            verdict, code = node.follow(command, folder)
+        own = nodes.name_node(node.index, node.names[node.index])
+        leader = nodes.name_node(0, node.names[0])
+        print(f"ovpatch {subcommand}: {own} took part; {leader} concluded: {verdict}")
+        return code
+    code = int(ExitCode.PROBLEM)
+    try:
+        code = lead(node)
+    except BaseException as error:
+        node.verdict = f"it ended with {str(error) or type(error).__name__}"
+        code = int(get_exit_code(error) or ExitCode.INTERRUPTED)
+        raise
+    finally:
+        node.end(node.verdict, code)
+    return code
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:

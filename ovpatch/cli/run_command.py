@@ -14,13 +14,17 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
 from ovpatch.session import worker_reports
 from ovpatch.session.report_table import format_report, has_worked, summarise_report, wants_colour
+from ovpatch.settings.settings import SettingsError
+
+if TYPE_CHECKING:
+    from ovpatch.insight.node_place import Place
 
 _say: Final = partial(command_line.say, "run")
 
@@ -28,6 +32,8 @@ _UNFINISHED: Final = (
     "{} left no last report, because it was killed or called os._exit. Its work since "
     "its start is not counted"
 )
+# Seconds; the nodes of a job end together.
+_MEETING_TIMEOUT_S: Final = 30.0
 _NO_REPORT: Final = (
     "no process of the command reported that it is patched. Possible causes: no process imported "
     "torch; TORCH_DEVICE_BACKEND_AUTOLOAD=0; the command uses another Python in which ovpatch is "
@@ -44,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--full", action="store_true", help="print all features and counters at the end")
     command_line.add_features(parser)
+    command_line.add_nodes(parser)
     command_line.add_command(parser)
 
 
@@ -55,6 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     command_line.check_settings(environment)
     command_line.check_command(command)
     command_line.warn_of_near_misses(environment, "run")
+    place = _find_place(arguments, command)
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         _say(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will "
@@ -63,7 +71,50 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
         environment[worker_reports.REPORT_DIR] = directory
         code = _run(command, environment, Path(directory))
+        if place is not None and _is_delivered(place, Path(directory)):
+            return code
         return _conclude(code, Path(directory), arguments, command)
+
+
+def _find_place(arguments: argparse.Namespace, command: list[str]) -> Place | None:
+    """Return the place of this node if a job of several nodes writes a report."""
+    if arguments.report is None:
+        return None
+    from ovpatch.insight import node_place
+
+    try:
+        return node_place.find_place(command, arguments.nodes, arguments.meet)
+    except SettingsError as error:
+        # Such a job trains all the same.
+        if arguments.nodes is not None or arguments.meet is not None:
+            raise
+        _say(f"each node writes its own report: {error}")
+        return None
+
+
+def _is_delivered(place: Place, directory: Path) -> bool:
+    """Meet the other nodes after the command; return whether node 0 has got the reports of this one.
+
+    Nodes meet at the end, so no node waits for another one before it trains. On node 0 their reports
+    are added to the directory.
+    """
+    from ovpatch.insight import nodes
+
+    try:
+        node = nodes.meet(place, "run", {}, _MEETING_TIMEOUT_S, _say, needs_all=False)
+        if isinstance(node, nodes.Leader):
+            try:
+                node.collect(directory)
+            finally:
+                node.end("", ExitCode.OK)
+            return False
+        node.deliver(directory)
+    except nodes.NodeError as error:
+        _say(f"the report has not all nodes: {error}")
+        return False
+    own = nodes.name_node(node.index, node.names[node.index])
+    _say(f"{own} reported; the report of all nodes is on {nodes.name_node(0, node.names[0])}")
+    return True
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:

@@ -107,6 +107,7 @@ def show(trace: Path) -> str:
 
 
 if TYPE_CHECKING:
+    from ovpatch.insight.nodes import Leader
     from ovpatch.insight.variants import Outcome, Variant
 
 _WORKER: Final = "ovpatch.insight.timeline.timeline_worker"
@@ -155,6 +156,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="show the trace in a browser, by ui.perfetto.dev, which reads it from here",
     )
     command_line.add_timeout(parser)
+    command_line.add_nodes(parser)
     add(
         "--communication",
         metavar="REGEX",
@@ -171,13 +173,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Record or read, write everything out, and print the tables."""
     pattern = _compile_pattern(arguments.communication)
+    if _are_traces(arguments.rest):
+        return _show_results(arguments, pattern, None)
+    names = ("step", "steps", "compare", "features", "no_stop", "operators")
+    command = command_line.get_command(arguments.rest)
+    return command_line.lead_or_follow(
+        arguments, "timeline", command, names, partial(_show_results, arguments, pattern)
+    )
+
+
+def _show_results(
+    arguments: argparse.Namespace, pattern: re.Pattern[str] | None, nodes: Leader | None
+) -> int:
     output = Output(arguments.out, picture=not arguments.no_picture)
     if _are_traces(arguments.rest):
         recordings, code = list(_read_recordings(arguments, pattern)), int(ExitCode.OK)
         output.check_inputs(lanes.path for recording in recordings for lanes in recording.run.ranks)
         output.prepare_folder(keep_runs=True)
     else:
-        recordings, code = _record(arguments, output, pattern)
+        recordings, code = _record(arguments, output, pattern, nodes)
     if not recordings:
         return code
     print(output.write_results(recordings, colour=wants_colour(sys.stdout)))
@@ -185,6 +199,8 @@ def main(arguments: argparse.Namespace) -> int:
         for remark in recording.remarks:
             _say(remark)
     _say(f"written: {', '.join(map(str, output.written))}")
+    if nodes is not None:
+        nodes.verdict = f"the files are in {output.folder} there"
     if arguments.open:
         _say(show(output.trace))
     return code
@@ -259,7 +275,10 @@ def _list_traces(path: Path) -> list[Path]:
 
 
 def _record(
-    arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
+    arguments: argparse.Namespace,
+    output: Output,
+    pattern: re.Pattern[str] | None,
+    nodes: Leader | None,
 ) -> tuple[list[Recording], int]:
     """Run each variant and read its traces. A failed variant is shown up to its failure."""
     from ovpatch.insight import variants
@@ -276,9 +295,8 @@ def _record(
             f"running {variant.name}, steps {wanted[0]} to {wanted[-1]} are recorded: "
             f"{' '.join(command)}"
         )
-        outcome = variants.run_variant(
-            variant, command, _WORKER, output.folder, timeout=arguments.timeout
-        )
+        run_variant = variants.run_variant if nodes is None else nodes.run_variant
+        outcome = run_variant(variant, command, _WORKER, output.folder, timeout=arguments.timeout)
         code = _judge(outcome) or code
         try:
             recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))

@@ -12,6 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ovpatch.cli import command_line
 from ovpatch.session import worker_reports
 
 if TYPE_CHECKING:
+    from ovpatch.insight.nodes import Leader
     from ovpatch.insight.verify.verification import Verification
 
 Progress = Callable[[str, int], None]
@@ -33,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--noise", action="store_true", help="measure noise even if every bit is equal")
     add("--deterministic", action="store_true", help="use torch's deterministic algorithms")
     command_line.add_timeout(parser)
+    command_line.add_nodes(parser)
     add("--json", metavar="FILE", type=Path, help="write the result as JSON")
     add(
         "--out",
@@ -46,14 +49,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return the code of the verdict."""
     arguments.command = command_line.check_comparison(arguments, "verify")
+    names = ("steps", "features", "noise", "deterministic")
+    return command_line.lead_or_follow(
+        arguments, "verify", arguments.command, names, partial(_verify, arguments)
+    )
+
+
+def _verify(arguments: argparse.Namespace, nodes: Leader | None) -> int:
     from ovpatch.insight.verify.verification import Request, verify
 
     with command_line.open_folder(arguments.out) as folder:
         names = ("steps", "features", "noise", "deterministic", "timeout")
         options = {name: getattr(arguments, name) for name in names}
-        request = Request(arguments.command, folder, **options)
+        request = Request(arguments.command, folder, nodes=nodes, **options)
         with _show_progress(arguments.steps) as progress:
             result = verify(request, progress)
+        if nodes is not None:
+            nodes.verdict = result.headline
         return _conclude(result, arguments)
 
 

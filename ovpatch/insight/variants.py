@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -312,16 +313,18 @@ def run_variant(
     *,
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Run one variant with the tool's worker module in each process, and end all processes that it started.
 
     ``out`` is the parent of the variant's folder, which must not exist. A variant without a step or a new process for
     ``timeout`` seconds counts as hung. ``progress`` is called about twice a second with the last step that all
-    processes have taken. Raises NotStartedError if the command cannot be started.
+    processes have taken. ``should_stop`` is called as often, and ends the run early. Raises NotStartedError if the
+    command cannot be started.
     """
     folder, log = out / variant.name, out / f"{variant.name}.log"
     folder.mkdir(parents=True)
-    watch = _Watchdog(folder, timeout, progress)
+    watch = _Watchdog(folder, timeout, progress, should_stop)
     began = time.monotonic()
     try:
         with launch.running_command(
@@ -332,7 +335,7 @@ def run_variant(
         launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(
-        variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder)
+        variant, folder, log, code, seconds, watch.timed_out, interrupted, read_stacks(folder)
     )
 
 
@@ -343,8 +346,15 @@ _WRITING: Final = 2.0
 class _Watchdog:
     """Ends a running variant that has hung, was interrupted, or has a process that could not be patched."""
 
-    def __init__(self, folder: Path, timeout: float, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timeout: float,
+        progress: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
         self._folder, self._timeout, self._progress = folder, timeout, progress
+        self._should_stop = should_stop
         self._seen: dict[str, int] = {}
         self._news = time.monotonic()
         self._interrupted: float | None = None
@@ -365,7 +375,7 @@ class _Watchdog:
         if seen != self._seen:
             self._seen, self._news = seen, time.monotonic()
             self._progress(read_slowest_step(self._folder))
-        if any(self._folder.glob("failed-*.json")):
+        if any(self._folder.glob("failed-*.json")) or self._should_stop():
             self._end(job)
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
@@ -398,25 +408,58 @@ def _read_beats(folder: Path) -> list[int]:
 
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
-    return [
-        process["pid"]
-        for process in worker_reports.read_reports(folder, "process")
-        if _is_alive(process["pid"], folder)
-    ]
+    return [pid for pid in _read_processes(folder) if _is_alive(pid, folder)]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, if the launcher set a rank."""
+    processes = _read_processes(folder)
+    ranks = {pid: process.get("rank") for pid, process in processes.items()}
+    return {pid: rank for pid, rank in ranks.items() if rank is not None}
+
+
+def read_hosts(folder: Path) -> dict[int, str]:
+    """Return the host names of the ranks that signed in; {} if all of them are on one host."""
+    processes = _read_processes(folder).values()
+    launched = [process for process in processes if process.get("rank") and "host" in process]
+    hosts = {int(process["rank"]): process["host"] for process in launched}
+    return hosts if len(set(hosts.values())) > 1 else {}
+
+
+def _read_processes(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the files of the processes that signed in, by the process id in their names."""
     return {
-        process["pid"]: process["rank"]
-        for process in worker_reports.read_reports(folder, "process")
-        if process.get("rank") is not None
+        int(path.stem.partition("-")[2]): json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("process-*.json"))
     }
+
+
+def name_rank(rank: int, hosts: Mapping[int, str]) -> str:
+    """Return the name of a rank for the user, with its host if ``hosts`` has it."""
+    if not hosts:
+        return f"rank {rank}"
+    # Torch may have been built without torch.distributed, and then there is one host.
+    from ovpatch.overlap.comm.consensus import name_ranks
+
+    return f"rank {name_ranks([rank], hosts)}"
 
 
 def name_process(pid: int, ranks: Mapping[int, str]) -> str:
     """Return the name of a process for the user, with its rank if that is known."""
-    return f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+    node, own_pid = divmod(pid, _MAX_PID)
+    name = f"process {own_pid} of node {node}" if node else f"process {pid}"
+    return f"rank {ranks[pid]} ({name})" if pid in ranks else name
+
+
+# No process id of Linux is larger.
+_MAX_PID: Final = 1 << 22
+_BY_PID: Final = re.compile(r"(process|beat|bench|stacks)-(\d+)(\..*)?")
+
+
+def rename_for_node(name: str, node: int) -> str:
+    """Return the name for a file of another node; processes of several nodes may have the same id."""
+    match = _BY_PID.fullmatch(name)
+    return f"{match[1]}-{node * _MAX_PID + int(match[2])}{match[3] or ''}" if match else name
 
 
 def describe_node(folder: Path) -> str:
@@ -440,7 +483,8 @@ def _is_alive(pid: int, folder: Path) -> bool:
         return False
 
 
-def _read_stacks(folder: Path) -> dict[int, str]:
+def read_stacks(folder: Path) -> dict[int, str]:
+    """Return the stacks of each process that has written any, by process id."""
     texts = {int(path.stem.partition("-")[2]): path for path in folder.glob("stacks-*.txt")}
     stacks = {
         pid: path.read_text(encoding="utf-8", errors="replace")

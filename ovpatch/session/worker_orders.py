@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -79,11 +80,11 @@ def _register_child(directory: Path) -> None:
 
 
 def register_process(directory: Path) -> None:
-    """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
+    """Write the pid of this process, its host, and its rank if known, and install the handler that dumps its stacks."""
     launched = {
         name.lower(): os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     }
-    identity = {"pid": os.getpid(), "born": time.time(), **launched}
+    identity = {"pid": os.getpid(), "born": time.time(), "host": socket.gethostname(), **launched}
     save_json(directory / f"process-{os.getpid()}.json", identity)
     stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
     # faulthandler keeps the file object, so the file stays open.

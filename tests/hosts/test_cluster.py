@@ -39,13 +39,24 @@ def test_a_rate_that_tc_does_not_understand_is_an_error(rate):
         pass
 
 
+@pytest.mark.parametrize("count", [0, 255])
+def test_a_number_of_hosts_that_the_network_has_not_is_an_error(count):
+    with pytest.raises(ValueError, match="1 to 254 hosts"), hosts(count):
+        pass
+
+
 def test_hosts_have_their_own_names_addresses_and_memory(cluster):
     command = "sh -c 'hostname; touch /dev/shm/{host}; ls /dev/shm; cat /sys/class/net/lo/operstate; exit {host}'"
     results = cluster.run(command)
     assert [result.stdout.split()[:2] for result in results] == [["host0", "0"], ["host1", "1"]]
     assert [result.rc for result in results] == [0, 1]
-    with pytest.raises(ValueError, match="only hosts 0 to 1"):
-        cluster.limit(2, "1mbit")
+    for use_link in (
+        lambda: cluster.limit(2, "1mbit"),
+        lambda: cluster.set_link(2, up=False),
+        lambda: cluster.kill(-1),
+    ):
+        with pytest.raises(ValueError, match="only hosts 0 to 1"):
+            use_link()
 
 
 def exchange(numel: int) -> Any:

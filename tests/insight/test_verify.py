@@ -226,6 +226,7 @@ def test_the_first_line_has_the_exit_code_of_a_rank_of_torchrun(site, monkeypatc
 
 
 NODE_SAME = "SAME: all 36 values of 2 steps on 1 rank have stock's bits (counts)"
+ALL_SAME = NODE_SAME.replace("36", "72").replace("1 rank", "2 ranks")
 NODE = """
 import sys
 from ovpatch.cli import main
@@ -233,9 +234,8 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
-def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
-    """Each node has a process as under ``torchrun --nnodes 2 --nproc-per-node 1``, and its own ``verify``."""
+def run_on_two_nodes(site, tmp_path, *options):
+    """Return output and exit code of ``verify`` on two nodes, as under ``torchrun --nnodes 2 --nproc-per-node 1``."""
     (tmp_path / "node.py").write_text(NODE)
     (tmp_path / "train.py").write_text(TWO_NODES)
     job = {
@@ -249,6 +249,7 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
         "verify",
         "--steps=2",
         "--features=counts",
+        *options,
         "--",
         *preloaded(),
         str(tmp_path / "train.py"),
@@ -263,16 +264,30 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
         for node in range(2)
     ]
     try:
-        found = [
+        return [
             (process.communicate(timeout=patience.scale(100))[0], process.returncode)
             for process in nodes
         ]
     finally:
         for process in nodes:
             process.kill()
+
+
+@pytest.mark.slow
+def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
+    found = run_on_two_nodes(site, tmp_path, "--nodes=1")
     for node, (out, code) in enumerate(found):
         assert out.startswith(f"{NODE_SAME}; this node saw rank {node} of 2\n"), out
         assert code == 0
+
+
+@pytest.mark.slow
+def test_two_nodes_give_one_verdict(site, tmp_path):
+    (leader, code), (follower, own_code) = run_on_two_nodes(site, tmp_path)
+    assert code == own_code == 0, (leader, follower)
+    assert leader.startswith(f"{ALL_SAME}\n"), leader
+    line = r"ovpatch verify: node 1 \(.*\) took part; node 0 \(.*\) concluded: "
+    assert re.fullmatch(rf"{line}{re.escape(ALL_SAME)}\n", follower), follower
 
 
 def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):

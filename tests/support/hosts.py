@@ -44,6 +44,9 @@ _PORT: Final = 29400
 _ERROR_RATE: Final = (
     "the rate of a link is {!r}, which tc would not understand. Write a number and a unit: 200mbit."
 )
+_ERROR_COUNT: Final = (
+    "the test bed has addresses for 1 to 254 hosts, not for {}. Give one of these."
+)
 _ERROR_HOST: Final = "there is no host {}, only hosts 0 to {}. Name one of these."
 
 
@@ -76,11 +79,17 @@ def fake_hosts(per_host: int | Sequence[int]) -> Iterator[None]:
     """
     import torch.distributed as dist
 
+    from ovpatch.overlap.comm import consensus
     from ovpatch.overlap.comm import hosts as own
 
     rank = dist.get_rank()
     host = rank // per_host if isinstance(per_host, int) else per_host[rank]
-    with mock.patch.object(own, "identify_host", return_value=f"host{host}"):
+    # The module of hosts has its own name of the function.
+    patches = [
+        mock.patch.object(module, "identify_host", return_value=f"host{host} boot")
+        for module in (consensus, own)
+    ]
+    with patches[0], patches[1]:
         yield
 
 
@@ -147,6 +156,11 @@ class Cluster:
 
     # ---------------------------------------------------------------- programs
 
+    def enter(self, host: int) -> list[str]:
+        """Return the words before a command that runs on a host, in this process's folder."""
+        names = ["--net", "--uts", "--mount"]
+        return ["nsenter", "-t", str(self._pid(host)), *names, f"--wd={os.getcwd()}", "--"]
+
     def start(
         self,
         host: int,
@@ -158,16 +172,6 @@ class Cluster:
         argv = shlex.split(command) if isinstance(command, str) else list(command)
         if shutil.which(argv[0]) is None:
             argv[0] = str(Path(sys.executable).with_name(argv[0]))
-        enter = [
-            "nsenter",
-            "-t",
-            str(self._pid(host)),
-            "--net",
-            "--uts",
-            "--mount",
-            f"--wd={os.getcwd()}",
-            "--",
-        ]
         # Gloo finds its address by the host name, as on most clusters.
         environment = updated(clean(os.environ), {"GLOO_SOCKET_IFNAME": None, **(env or {})})
         with (
@@ -175,7 +179,7 @@ class Cluster:
             (self._folder / f"err{host}").open("w") as err,
         ):
             return subprocess.Popen(
-                [*enter, *argv], stdout=out, stderr=err, env=environment, text=True
+                [*self.enter(host), *argv], stdout=out, stderr=err, env=environment, text=True
             )
 
     def finish(self, host: int, program: subprocess.Popen[str], deadline: float) -> Result:
@@ -297,6 +301,8 @@ def hosts(count: int, *, rate: str | None = None) -> Iterator[Cluster]:
     """
     if rate is not None and not _RATE.fullmatch(rate):
         raise ValueError(_ERROR_RATE.format(rate))
+    if not 1 <= count <= 254:
+        raise ValueError(_ERROR_COUNT.format(count))
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         cluster = Cluster.__new__(Cluster)
         cluster._holders = []

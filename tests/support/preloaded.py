@@ -21,7 +21,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -48,17 +48,26 @@ class Server:
     Args:
         modules: Modules to import as well. The server always imports torch and torch._dynamo, which the first optimizer
             would import in each process. They must not start threads or CUDA, which do not survive a fork.
+        enter: Words before the command of the server, such as nsenter for another host.
         variables: Environment variables that these modules need.
     """
 
-    def __init__(self, *modules: str, **variables: str) -> None:
+    def __init__(self, *modules: str, enter: Sequence[str] = (), **variables: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
         self._address = os.path.join(self._folder.name, "socket")
         environment = {
             name: value for name, value in clean(os.environ).items() if name != "PYTHONPATH"
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.support.preloaded_server", self._address, *modules],
+            [
+                *enter,
+                sys.executable,
+                "-u",
+                "-m",
+                "tests.support.preloaded_server",
+                self._address,
+                *modules,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

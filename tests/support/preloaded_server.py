@@ -166,10 +166,14 @@ def import_all(*modules: str) -> None:
 
 
 def become_rank(world: int, program: list[str]) -> None:
-    """Fork the ranks; return in each of them, with torchrun's variables, unless they are set. This process waits."""
+    """Fork the ranks; return in each of them, with torchrun's variables, unless they are set. This process waits.
+
+    FIRST_RANK is the rank of the first of them, where other hosts have ranks as well.
+    """
     os.environ.update({**launched(world), **os.environ})
-    rank = str(_fork_ranks(world))
-    os.environ.update(RANK=rank, LOCAL_RANK=rank)
+    local_rank = _fork_ranks(world)
+    rank = int(os.environ.get("FIRST_RANK", "0")) + local_rank
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
     _show_environment()
     sys.orig_argv = [sys.executable, "-u", *program]
 

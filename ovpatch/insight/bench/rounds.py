@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import variants
+from ovpatch.insight.nodes import Leader
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.session import worker_reports
 
@@ -171,6 +172,8 @@ class BenchPlan:
     leave_one_out: bool | None = None
     # The name of a peer, from PEERS, to run as well.
     against: str | None = None
+    # Runs the command on all nodes; None: it runs on this node alone.
+    nodes: Leader | None = None
 
 
 @dataclass(frozen=True)
@@ -355,7 +358,8 @@ class _Rounds:
         variant = replace(variant or self._kinds[kind], name=name or f"{kind}-{number}")
         plan = self._plan
         self._progress.start_run(kind, number)
-        outcome = variants.run_variant(
+        run_variant = variants.run_variant if plan.nodes is None else plan.nodes.run_variant
+        outcome = run_variant(
             variant,
             plan.command,
             WORKER,

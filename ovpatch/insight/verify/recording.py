@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.insight import steps
+from ovpatch.insight import steps, variants
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.session.worker_exit import write_at_exit
 
@@ -71,8 +71,16 @@ class RecordedRun:
             yield from map(RecordedEvent.from_data, torch.load(path, weights_only=True))
 
 
-def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of a variant; ``cut``: the variant failed or was ended."""
+def read_recorded(
+    folder: Path, *, cut: bool = False, hosts: Mapping[int, str] | None = None
+) -> RecordedRun:
+    """Return the record in the folder of a variant.
+
+    Args:
+        folder: The folder.
+        cut: Whether the variant failed or was ended.
+        hosts: The hosts of the ranks, which the names of processes then have. Default: there is one.
+    """
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")
@@ -81,7 +89,7 @@ def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
     for _, paths in sorted(files.items()):
         ranks[int(paths[-1].stem.split("-")[4])].append(paths)
     processes = {
-        f"rank {rank}" + (f", process {n + 1}" if n else ""): paths
+        variants.name_rank(rank, hosts or {}) + (f", process {n + 1}" if n else ""): paths
         for rank, many in sorted(ranks.items())
         for n, paths in enumerate(many)
     }

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import equality, variants
+from ovpatch.insight.nodes import Leader
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import BY_FLOOR, ORDER, Finding, RunComparison, compare_runs
@@ -187,6 +188,7 @@ class Request:
             backward of flash attention and other operations do not use the deterministic form
             that they have. A script that gets an error runs again with warnings.
         timeout: Seconds without a step after which a run counts as hung.
+        nodes: Runs the variants on all nodes. Default: the command runs on this node alone.
     """
 
     command: Sequence[str]
@@ -197,6 +199,7 @@ class Request:
     deterministic: bool = False
     strict: bool = True
     timeout: float = 600.0
+    nodes: Leader | None = None
 
     def make_variant(
         self, name: str, features: str | None = variants.STOCK, **details: Any
@@ -261,6 +264,8 @@ class _Verifier:
         self._stock = RecordedRun({})
         self._patched = RecordedRun({})
         self._noise_runs: dict[str, RecordedRun] = {}
+        # The hosts of the ranks; {} if there is one.
+        self._hosts: dict[int, str] = {}
 
         # - Results
         self.notes: list[str] = []
@@ -364,7 +369,9 @@ class _Verifier:
 
     def _run(self, variant: Variant) -> RecordedRun | _Answer:
         """Run a variant; return its records, or the conclusion if a signal interrupted it."""
-        outcome = variants.run_variant(
+        nodes = self._request.nodes
+        run_variant = variants.run_variant if nodes is None else nodes.run_variant
+        outcome = run_variant(
             variant,
             self._request.command,
             WORKER,
@@ -375,7 +382,10 @@ class _Verifier:
         self._outcomes[variant.name] = outcome
         if outcome.interrupted:
             return _Answer(Conclusion.INTERRUPTED, f"while the run '{variant.name}' ran")
-        return recording.read_recorded(outcome.folder, cut=outcome.timed_out or outcome.code != 0)
+        # Ranks have the same hosts in all runs, so the names of processes do not differ.
+        self._hosts = self._hosts or variants.read_hosts(outcome.folder)
+        has_failed = outcome.timed_out or outcome.code != 0
+        return recording.read_recorded(outcome.folder, cut=has_failed, hosts=self._hosts)
 
     def _run_stock(self) -> _Answer | None:
         """Run stock; return the conclusion if it cannot be compared with anything."""

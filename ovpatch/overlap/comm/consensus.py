@@ -7,6 +7,7 @@ and ``comm.host_barrier`` synchronizes hosts. Steps of ``dist_optimizer`` vote, 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import socket
 import time
@@ -162,6 +163,39 @@ def identify_host() -> str:
     return " ".join([socket.gethostname(), *([boot.read_text().strip()] if boot.exists() else [])])
 
 
+class _HostNames(dict[int, str]):
+    """The host names of the ranks of one group, by global rank; empty unless several are known."""
+
+
+def known_hosts(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the host names of a group's ranks, by global rank; empty unless several are known.
+
+    :func:`keep_hosts` fills this object when ranks have exchanged the names, so an error can name
+    hosts without a message.
+    """
+    names: dict[int, str] = group_state(group).get_or_create(_HostNames, _HostNames)
+    return names
+
+
+def keep_hosts(group: dist.ProcessGroup, identifiers: Sequence[str]) -> None:
+    """Keep the hosts of a group's ranks for errors.
+
+    Args:
+        group: The process group.
+        identifiers: The result of :func:`identify_host` on each group rank.
+    """
+    ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
+    known_hosts(group).update(_name_hosts(ranks, identifiers))
+
+
+def _name_hosts(ranks: Iterable[int], identifiers: Sequence[str]) -> dict[int, str]:
+    """Return the host names of global ranks; {} if they are on one host."""
+    if len(set(identifiers)) < 2:
+        return {}
+    names = (identifier.partition(" ")[0] for identifier in identifiers)
+    return dict(zip(ranks, names, strict=True))
+
+
 def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
     """Return the seconds to wait for ranks that may arrive late, at most ``most_s``.
 
@@ -205,9 +239,8 @@ class _Round:
             RankMismatchError: The verdict is an error.
         """
         mark = uuid.uuid4().hex
-        own = json.dumps(
-            {"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True
-        )
+        reply = {"mark": mark, "terms": terms, "objection": objection, "value": value}
+        own = json.dumps({**reply, "host": identify_host()}, sort_keys=True)
         if self._group.rank() == 0:
             number = self._store.add(f"{self._base}/rounds", 1)
             prefix = f"{self._base}/{number}"
@@ -241,13 +274,15 @@ class _Round:
 
     def _judge(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ranks = [dist.get_global_rank(self._group, rank) for rank in range(len(replies))]
-        difference = _describe_difference([reply["terms"] for reply in replies], ranks)
+        # Another version of ovpatch may send no host.
+        hosts = _name_hosts(ranks, [reply.get("host", "") for reply in replies])
+        difference = _describe_difference([reply["terms"] for reply in replies], ranks, hosts)
         if difference:
             return {
                 "error": f"ovpatch: ranks disagree on '{self._topic}': {difference}. {self._remedy or _REMEDY_SETTINGS}"
             }
         objections = [reply["objection"] for reply in replies]
-        verdict = {"objection": join_messages(zip(ranks, objections, strict=True))}
+        verdict = {"objection": join_messages(zip(ranks, objections, strict=True), hosts)}
         values = [reply["value"] for reply in replies]
         # The verdict is read by all ranks, so it has no values if there are none.
         return verdict if values[0] is None else {**verdict, "values": values}
@@ -302,7 +337,9 @@ class _Round:
     # --- errors ---
 
     def _report_missing(self, ranks: list[int]) -> dict[str, Any]:
-        missing = _list_ranks([dist.get_global_rank(self._group, rank) for rank in ranks])
+        missing = name_ranks(
+            [dist.get_global_rank(self._group, rank) for rank in ranks], known_hosts(self._group)
+        )
         return {
             "error": f"ovpatch: feature '{self._topic}' got no reply from rank {missing} within "
             f"{self._timeout_s:g} s. {self._remedy or _REMEDY_INACTIVE}"
@@ -311,7 +348,8 @@ class _Round:
     def _report_timed_out(self, rank: int) -> dict[str, Any]:
         return {
             "error": f"ovpatch: ranks did not agree on feature '{self._topic}': rank "
-            f"{dist.get_global_rank(self._group, rank)} had timed out when the last rank came. "
+            f"{name_ranks([dist.get_global_rank(self._group, rank)], known_hosts(self._group))} had "
+            "timed out when the last rank came. "
             f"{self._remedy or _REMEDY_LATE}"
         }
 
@@ -319,16 +357,27 @@ class _Round:
 # --- messages ---
 
 
-def join_messages(by_rank: Iterable[tuple[int, str]]) -> str:
-    """Return the messages of ranks in one string, each once with its ranks, without empty ones."""
+def join_messages(
+    by_rank: Iterable[tuple[int, str]], hosts: Mapping[int, str] | None = None
+) -> str:
+    """Return the messages of ranks in one string, each once with its ranks, without empty ones.
+
+    Args:
+        by_rank: Global ranks and their messages.
+        hosts: See :func:`name_ranks`. Default: all ranks are on one host.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, message in by_rank:
         if message:
             ranks.setdefault(message, []).append(rank)
-    return "; ".join(f"{message} (rank {_list_ranks(own)})" for message, own in ranks.items())
+    return "; ".join(
+        f"{message} (rank {name_ranks(own, hosts or {})})" for message, own in ranks.items()
+    )
 
 
-def _describe_difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
+def _describe_difference(
+    terms: list[Mapping[str, Any]], ranks: list[int], hosts: Mapping[int, str]
+) -> str:
     parts = []
     for name in sorted({name for term in terms for name in term}):
         ranks_by_value: dict[str, list[int]] = {}
@@ -336,16 +385,27 @@ def _describe_difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> st
             ranks_by_value.setdefault(json.dumps(term.get(name)), []).append(rank)
         if len(ranks_by_value) > 1:
             values = [
-                f"{value} on rank {_list_ranks(own)}" for value, own in ranks_by_value.items()
+                f"{value} on rank {name_ranks(own, hosts)}" for value, own in ranks_by_value.items()
             ]
             parts.append(f"{name} is {' but '.join(values)}")
     return "; ".join(parts)
 
 
-def _list_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """Return ranks for a message after the word "rank", such as ``1, 2 (host a), 5 (host b)``.
+
+    Args:
+        ranks: Global ranks.
+        hosts: Their host names, such as those of :func:`known_hosts`; ranks without a name are
+            listed alone.
+    """
     # The error of a large job must stay readable.
-    listed = ", ".join(map(str, ranks[:8]))
-    return listed if len(ranks) <= 8 else f"{listed} and {len(ranks) - 8} more"
+    parts = []
+    for host, own in itertools.groupby(ranks[:8], hosts.get):
+        listed = ", ".join(map(str, own))
+        parts.append(f"{listed} (host {host})" if host else listed)
+    text = ", ".join(parts)
+    return text if len(ranks) <= 8 else f"{text} and {len(ranks) - 8} more"
 
 
 _REMEDY_LATE: Final = (

@@ -214,6 +214,8 @@ _REASON_EXITED: Final = "has exited"
 _REASON_EXITED_IN_CALL: Final = "exited before it had replied"
 #: The reasons for failures of ranks whose processes have exited.
 EXIT_REASONS: Final = (_REASON_EXITED, _REASON_EXITED_IN_CALL)
+#: The beginning of the reason if no address of a rank leads to its server.
+REASON_UNREACHABLE: Final = "cannot be reached"
 _REASON_SILENT: Final = "accepts connections but sends nothing"
 
 #: Headers and tensors, by rank.
@@ -376,7 +378,7 @@ class Request:
 
     def _handle_error(self, call: _Call, error: OSError) -> None:
         """Look the rank up again, unless it is known to have exited; see [Note: stale endpoints]."""
-        unreachable = f"cannot be reached: {error.strerror or error}"
+        unreachable = f"{REASON_UNREACHABLE}: {error.strerror or error}"
         is_cut_off = call.stage == "reply" and not isinstance(error, TimeoutError)
         # A first attempt uses the verified endpoint without a lookup, and a new server of the rank
         # may have replaced it.

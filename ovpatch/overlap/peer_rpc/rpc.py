@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.consensus import known_hosts, name_ranks
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
@@ -27,6 +28,7 @@ from ovpatch.overlap.comm.lifetimes import (
 from ovpatch.overlap.peer_rpc.client import (
     EXIT_REASONS,
     MAX_CONNECTIONS,
+    REASON_UNREACHABLE,
     Endpoints,
     Replies,
     Request,
@@ -53,6 +55,8 @@ class PeerRpc:
         self._size = group.size()
         self._pid = os.getpid()
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self._size)]
+        # Errors need the names after the group was destroyed as well.
+        self._hosts = known_hosts(group)
         self._timeout_s = group_timeout_s(group)
         self._endpoints = Endpoints(group)
         # The threads of the server would keep `self` alive, so the function below references only
@@ -209,17 +213,20 @@ class PeerRpc:
         # The failure of one rank cuts the calls of the pending ranks short, so the message must
         # not blame these.
         reasons = request.failures or request.list_pending()
-        details = "; ".join(
-            f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items())
-        )
+        names = {
+            rank: f"rank {name_ranks([global_rank], self._hosts)}"
+            for rank, global_rank in enumerate(self._global_ranks)
+        }
+        details = "; ".join(f"{names[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [
-            f"on rank {self._global_ranks[rank]}:\n{trace}"
-            for rank, trace in sorted(request.tracebacks.items())
+            f"on {names[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())
         ]
         if causes:
             remedy = _REMEDY_FAILED
         elif any(reason in EXIT_REASONS for reason in reasons.values()):
             remedy = _REMEDY_EXITED
+        elif self._hosts and any(map(_is_unreachable, reasons.values())):
+            remedy = _REMEDY_ROUTE
         else:
             remedy = _REMEDY_SILENT if request.should_retry else _REMEDY_DESTROYED
         message = f"ovpatch: no reply to '{topic}' within {seconds:.3g} s: {details.rstrip('.')}. {remedy}"
@@ -227,6 +234,10 @@ class PeerRpc:
             raise PeerError(message) from RuntimeError("\n".join(causes))
         # Without "from", the traceback shows an exception in flight, as in a finally block.
         raise PeerError(message)
+
+
+def _is_unreachable(reason: str) -> bool:
+    return reason.startswith(REASON_UNREACHABLE)
 
 
 def _at_exit() -> None:
@@ -245,6 +256,11 @@ _REMEDY_SILENT: Final = (
     "active if ovpatch.apply() was called before the model was wrapped. If it only needs more "
     "time, "
     "give init_process_group() a larger timeout."
+)
+_REMEDY_ROUTE: Final = (
+    "Check the output of that rank, and whether its host has a route from here that is open for "
+    "all ports: ranks read from each other at ports that the system chooses. If it is closed, turn "
+    "dist_optimizer off."
 )
 _REMEDY_EXITED: Final = (
     "Look for the first error in the output of the rank that has exited, correct it, and "

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.consensus import wait_limit_s
+from ovpatch.overlap.comm.consensus import known_hosts, name_ranks, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_values,
@@ -340,12 +340,13 @@ class StepVotes:
         if outcome == _ENDS:
             self._end(_REASON_MISSING)
         elif len({vote.tag for vote in votes.values()}) > 1:
-            ranks: dict[str, list[str]] = {}
+            ranks: dict[str, list[int]] = {}
             for rank, vote in sorted(votes.items()):
                 text = vote.text or "another optimizer"
-                ranks.setdefault(text, []).append(str(dist.get_global_rank(group, rank)))
+                ranks.setdefault(text, []).append(dist.get_global_rank(group, rank))
             parts = " but ".join(
-                f"{text} on rank {', '.join(found)}" for text, found in ranks.items()
+                f"{text} on rank {name_ranks(found, known_hosts(group))}"
+                for text, found in ranks.items()
             )
             self._end(f"ranks step different optimizers: {parts}. {_REMEDY}")
         return not outcome and not self.reason
