@@ -1,0 +1,243 @@
+"""Predictions of a step on other numbers of hosts: the model by hand, its questions, and the measured steps on file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from ovpatch.insight.bench import scaling
+from ovpatch.insight.bench.scaling import (
+    ARMS,
+    Layout,
+    MeasuredRun,
+    Ring,
+    StepFacts,
+    answer_question,
+    list_layouts,
+    merge_facts,
+    parse_question,
+    predict,
+    resolve,
+)
+from ovpatch.settings.settings import SettingsError
+
+# Two buckets of 1 MB; a forward of 10 ms, a backward of 20 ms, and 5 ms of other work.
+FACTS = StepFacts(35.0, 10.0, 20.0, (1_000_000, 1_000_000))
+# A link takes 1 ms for 1 MB.
+LINK = Ring(1e9)
+
+# --- the model ---
+
+MODEL = {
+    "alone": ("stock", FACTS, Layout(1, 1), 35.0, 0.0),
+    # Each bucket takes 2 * 1/2 ms. The last one is ready at the end of the backward.
+    "the last bucket is exposed": ("stock", FACTS, Layout(2, 1, None, LINK), 36.0, 2.0),
+    "4 ranks send 3/4 twice": ("ddp", FACTS, Layout(4, 1, None, LINK), 36.5, 3.0),
+    "a slow link": ("stock", FACTS, Layout(2, 1, None, Ring(5e7)), 35.0 + 30.0, 40.0),
+    "messages": ("stock", FACTS, Layout(2, 1, None, Ring(1e9, 0.5)), 35.0 + 2.0, 4.0),
+    "within a host": ("stock", FACTS, Layout(1, 4, LINK), 36.5, 3.0),
+    # NCCL's rings cross each link as often as a ring over all ranks.
+    "the slower link counts": ("ddp", FACTS, Layout(2, 2, Ring(1e12), LINK), 36.5, 3.0),
+    # Within: 1 ms, across: 1 ms, within: 0.5 ms; the second bucket is exposed.
+    "sums by host": (
+        "ddp",
+        replace(FACTS, sums_by_host=True),
+        Layout(2, 2, LINK, LINK),
+        37.5,
+        2.5 + 1.0,
+    ),
+    "stock does not sum by host": (
+        "stock",
+        replace(FACTS, sums_by_host=True),
+        Layout(2, 2, LINK, LINK),
+        36.5,
+        3.0,
+    ),
+    # Half a ring after the backward, and half a ring before the first layers of the next forward.
+    "shards": ("dist_optimizer", FACTS, Layout(2, 1, None, LINK), 36.0, 2.0),
+    # Reduced to shards within: 0.5 ms, across: 1 ms, gathered within: 0.5 ms.
+    "shards by host": (
+        "dist_optimizer",
+        replace(FACTS, sums_by_host=True),
+        Layout(2, 2, LINK, LINK),
+        35.0 + 1.5 + 0.5,
+        2.5 + 1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_a_step_is_simulated_bucket_by_bucket(name):
+    arm, facts, layout, step_ms, communication_ms = MODEL[name]
+    found = predict(arm, facts, layout)
+    assert found.step_ms == pytest.approx(step_ms)
+    assert found.communication_ms == pytest.approx(communication_ms)
+    assert 0 <= found.hidden <= 1
+
+
+def test_more_hosts_and_slower_links_never_make_a_step_shorter():
+    facts = replace(FACTS, sums_by_host=True)
+    for arm in ARMS:
+        for slower in (LINK, Ring(1e8), Ring(1e7)):
+            steps = [predict(arm, facts, Layout(h, 2, LINK, slower)).step_ms for h in (1, 2, 4, 8)]
+            assert steps == sorted(steps)
+
+
+# --- the question ---
+
+BAD = {
+    "": "the number of hosts is missing",
+    "gpus=8": "the number of hosts is missing",
+    "hosts": "hosts= is no whole number",
+    "hosts=0": "hosts=0 is no whole number",
+    "hosts=-1": "hosts=-1 is no",
+    "hosts=two": "hosts=two is no",
+    "hosts=²": "hosts=² is no",
+    "hosts=1.5": "hosts=1.5 is no",
+    "hosts=2,hosts=3": "hosts is given twice",
+    "hosts=2,gpu=8": "'gpu' is unknown (did you mean 'gpus'?)",
+    "hosts=2,gpus=none": "gpus=none is no",
+    "hosts=2,link=": "link= is no rate",
+    "hosts=2,link=200": "link=200 is no rate",
+    "hosts=2,link=200Gb": "link=200Gb is no rate",
+    "hosts=2,link=0Gbit": "link=0Gbit is no rate",
+    "hosts=2,link=-1Gbit": "link=-1Gbit is no rate",
+    "hosts=2,link=fast": "link=fast is no rate",
+    "hosts=2,link=1e3Gbit": "link=1e3Gbit is no rate",
+    "hosts=2,local=nvlink": "local=nvlink is no rate",
+    "hosts=99999999": "99999999 ranks are more than",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_question_that_cannot_be_parsed_is_an_error_that_names_it(text):
+    with pytest.raises(SettingsError, match=r"--what-if") as error:
+        parse_question(text)
+    assert BAD[text].casefold() in str(error.value).casefold()
+    # The remedy is the last sentence.
+    assert re.search(r"[.?] (Write|Give) [^.]*(\.[^ ]*)*\.$", str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("200Gbit", 25e9),
+        ("200gbit/s", 25e9),
+        ("25GB", 25e9),
+        ("25 GB".replace(" ", ""), 25e9),
+        ("0.5tbit", 62.5e9),
+        ("200mbit", 25e6),
+        ("8bit", 1.0),
+        ("3kB/s", 3000.0),
+        ("7bytes", 7.0),
+    ],
+)
+def test_rates_have_units(text, rate):
+    assert parse_question(f"hosts=2, gpus=4, link={text}").link_bytes_per_s == rate
+
+
+def test_rates_that_are_neither_given_nor_measured_are_an_error():
+    question = parse_question("hosts=4,gpus=8")
+    with pytest.raises(SettingsError, match=r"between 4 hosts is not known. Add .* link=200Gbit"):
+        resolve(question, Layout(1, 8, LINK))
+    with pytest.raises(SettingsError, match=r"between 8 devices .* not known. Add .* local=300GB"):
+        resolve(question, Layout(2, 1, None, LINK))
+    assert resolve(question, Layout(2, 2, LINK, Ring(5.0))) == Layout(4, 8, LINK, Ring(5.0))
+    given = parse_question("hosts=4,link=1GB,local=2GB")
+    assert resolve(given, Layout(1, 8)) == Layout(
+        4, 8, Ring(2e9), Ring(scaling._PAYLOAD * 1e9, scaling._HOP_MS)
+    )
+
+
+def test_rows_double_up_to_the_cluster_and_end_with_it():
+    layouts = list_layouts(Layout(6, 8, LINK, LINK))
+    assert [layout.world for layout in layouts] == [1, 2, 4, 8, 16, 32, 48]
+    assert [layout.hosts for layout in layouts] == [1, 1, 1, 1, 2, 4, 6]
+    assert [layout.world for layout in list_layouts(Layout(1, 1))] == [1]
+    assert [layout.world for layout in list_layouts(Layout(3, 1, None, LINK))] == [1, 2, 3]
+
+
+# --- the facts of a run ---
+
+
+def rank_facts(rank, host="a", **changes):
+    ring = {"size": 2, "bytes": 1_000_000, "large_ms": 2.5, "small_ms": 0.5}
+    found = {
+        "rank": rank,
+        "host": host,
+        "backend": "gloo",
+        "forward_ms": 10.0,
+        "backward_ms": 20.0,
+        "exposed_ms": 3.0,
+        "buckets": [1_000_000, 500_000],
+        "rings": {"within": ring},
+    }
+    return {**found, **changes}
+
+
+def test_facts_are_of_the_slowest_rank():
+    slow = {"size": 2, "bytes": 1_000_000, "large_ms": 4.5, "small_ms": 0.5}
+    ranks = [rank_facts(0), rank_facts(1, exposed_ms=5.0, rings={"within": slow})]
+    run = merge_facts(ranks, {"stock": 50.0})
+    assert run.facts == StepFacts(45.0, 10.0, 20.0, (1_000_000, 500_000), sums_by_host=True)
+    assert run.layout == Layout(1, 2, Ring(1_000_000 / 4e-3, 0.25))
+    assert run.remarks == ()
+
+
+def test_hosts_are_counted_and_a_backward_is_no_longer_than_the_step():
+    ranks = [rank_facts(rank, "ab"[rank // 2], exposed_ms=None) for rank in range(4)]
+    run = merge_facts(ranks, {"stock": 15.0})
+    assert (run.layout.hosts, run.layout.per_host) == (2, 2)
+    assert (run.facts.forward_ms, run.facts.backward_ms) == (5.0, 10.0)
+
+
+def test_without_ddp_the_backward_is_assumed_and_that_is_reported():
+    ranks = [rank_facts(0, forward_ms=None, backward_ms=None, exposed_ms=None, rings={})]
+    run = merge_facts(ranks, {"stock": 30.0})
+    assert (run.facts.forward_ms, run.facts.backward_ms) == (10.0, 20.0)
+    assert "no DistributedDataParallel" in run.remarks[0]
+
+
+# --- the answer ---
+
+
+def measured():
+    facts = StepFacts(240.0, 80.0, 160.0, tuple([25 << 20] * 100))
+    return MeasuredRun(
+        facts, Layout(1, 4, Ring(2e11, 0.001)), {"stock": 250.0, "ddp": 200.0}, ("assumed",)
+    )
+
+
+def test_the_answer_has_a_table_the_error_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    answer = answer_question(parse_question("hosts=4,gpus=8,link=200Gbit"), measured())
+    text = scaling.format_answer(answer, width=120)
+    rows = [line.split("|")[1:4] for line in text.splitlines() if re.match(r"\| +\d", line)]
+    assert [tuple(map(str.strip, row))[:2] for row in rows] == [
+        ("1", "1"),
+        ("2", "1"),
+        ("4", "1"),
+        ("8", "1"),
+        ("16", "2"),
+        ("32", "4"),
+    ]
+    assert "stock: predicted 240.2 ms, measured 250 ms, -3.9%" in text
+    assert "ddp: predicted 240.2 ms, measured 200 ms, +20.1%" in text
+    assert "- assumed" in text
+    data = json.loads(json.dumps(scaling.answer_to_json(answer)))
+    assert data["errors"]["ddp"]["measured_ms"] == 200.0
+    assert data["rows"][-1]["hosts"] == 4
+    for suffix in ("svg", "png"):
+        scaling.draw_answer(answer, tmp_path / f"steps.{suffix}")
+    picture = (tmp_path / "steps.svg").read_text()
+    assert "ddp, measured (the model is off by +20.1%)" in picture
+    scaling.draw_answer(answer, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == picture
+
+
+def test_a_picture_without_a_known_format_is_an_error(tmp_path):
+    with pytest.raises(SettingsError, match=r"ends with none of .png, .svg, .pdf. Give"):
+        scaling.check_figure(tmp_path / "steps.txt")
