@@ -66,9 +66,19 @@ def bench(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_script_on_two_ranks_is_measured(bench):
-    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", ranks=2)
+def test_a_script_on_two_ranks_is_measured(bench, tmp_path):
+    question = ("--what-if", "hosts=4,gpus=2,link=1Gbit")
+    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", *question, ranks=2)
     assert code == 0, texts.err
+    # Gradients of 11 * 16 parameters and as many weights: one bucket, which two ranks of one host reduce.
+    assert [row["hosts"] for row in found["what_if"]["rows"]] == [1, 1, 2, 4]
+    assert set(found["what_if"]["errors"]) == {"stock", "ddp"}
+    assert found["what_if"]["remarks"] == []
+    (facts,) = {
+        tuple(json.loads(file.read_text())["buckets"])
+        for file in (tmp_path / "out" / "facts").glob("facts-*.json")
+    }
+    assert facts == (4 * 2 * 11 * 16,)
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])
     for one in (stock, patched):

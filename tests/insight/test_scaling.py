@@ -44,24 +44,32 @@ MODEL = {
     # Within: 1 ms, across: 1 ms, within: 0.5 ms; the second bucket is exposed.
     "sums by host": (
         "ddp",
-        replace(FACTS, sums_by_host=True),
+        replace(FACTS, is_gloo=True),
         Layout(2, 2, LINK, LINK),
         37.5,
         2.5 + 1.0,
     ),
     "stock does not sum by host": (
         "stock",
-        replace(FACTS, sums_by_host=True),
+        replace(FACTS, is_gloo=True),
         Layout(2, 2, LINK, LINK),
         36.5,
         3.0,
     ),
     # Half a ring after the backward, and half a ring before the first layers of the next forward.
     "shards": ("dist_optimizer", FACTS, Layout(2, 1, None, LINK), 36.0, 2.0),
+    # An all-reduce of 1.5 ms, and gathers of 0.75 ms.
+    "gloo reduces to shards by an all-reduce": (
+        "dist_optimizer",
+        replace(FACTS, is_gloo=True),
+        Layout(4, 1, None, LINK),
+        35.0 + 1.5 + 0.75,
+        3.0 + 1.5,
+    ),
     # Reduced to shards within: 0.5 ms, across: 1 ms, gathered within: 0.5 ms.
     "shards by host": (
         "dist_optimizer",
-        replace(FACTS, sums_by_host=True),
+        replace(FACTS, is_gloo=True),
         Layout(2, 2, LINK, LINK),
         35.0 + 1.5 + 0.5,
         2.5 + 1.0,
@@ -79,7 +87,7 @@ def test_a_step_is_simulated_bucket_by_bucket(name):
 
 
 def test_more_hosts_and_slower_links_never_make_a_step_shorter():
-    facts = replace(FACTS, sums_by_host=True)
+    facts = replace(FACTS, is_gloo=True)
     for arm in ARMS:
         for slower in (LINK, Ring(1e8), Ring(1e7)):
             steps = [predict(arm, facts, Layout(h, 2, LINK, slower)).step_ms for h in (1, 2, 4, 8)]
@@ -182,7 +190,7 @@ def test_facts_are_of_the_slowest_rank():
     slow = {"size": 2, "bytes": 1_000_000, "large_ms": 4.5, "small_ms": 0.5}
     ranks = [rank_facts(0), rank_facts(1, exposed_ms=5.0, rings={"within": slow})]
     run = merge_facts(ranks, {"stock": 50.0})
-    assert run.facts == StepFacts(45.0, 10.0, 20.0, (1_000_000, 500_000), sums_by_host=True)
+    assert run.facts == StepFacts(45.0, 10.0, 20.0, (1_000_000, 500_000), is_gloo=True)
     assert run.layout == Layout(1, 2, Ring(1_000_000 / 4e-3, 0.25))
     assert run.remarks == ()
 

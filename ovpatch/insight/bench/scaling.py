@@ -70,14 +70,15 @@ class StepFacts:
         forward_ms: The part of the first microbatch's forward.
         backward_ms: The part of the backward that reduces gradients.
         buckets: The bytes of the gradient buckets, in the order of their reductions.
-        sums_by_host: Whether ``ddp`` reduces within hosts first, and ``dist_optimizer`` shards within them.
+        is_gloo: Whether gloo communicates. Then ``ddp`` reduces within hosts first, and ``dist_optimizer`` shards
+            within them. NCCL knows the hosts itself.
     """
 
     compute_ms: float
     forward_ms: float
     backward_ms: float
     buckets: tuple[int, ...]
-    sums_by_host: bool = False
+    is_gloo: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,14 @@ def _make_stages(
 ) -> tuple[Sequence[_Stage], Sequence[_Stage]]:
     """Return the stages of a bucket's reduction, and of the gather of its parameters."""
     hosts, per_host = layout.hosts, layout.per_host
-    make_ring = partial(_make_ring, layout, is_tree=not facts.sums_by_host)
-    if not (facts.sums_by_host and hosts > 1 and per_host > 1) or arm == STOCK:
-        if arm == "dist_optimizer":
-            return make_ring(1), make_ring(1)
+    make_ring = partial(_make_ring, layout, is_tree=not facts.is_gloo)
+    if arm == STOCK:
         return make_ring(2), []
+    if not (facts.is_gloo and hosts > 1 and per_host > 1):
+        if arm == "ddp":
+            return make_ring(2), []
+        # More than two ranks of gloo reduce-scatter by an all-reduce, whose sums are those of stock PyTorch.
+        return make_ring(2 if facts.is_gloo and layout.world > 2 else 1), make_ring(1)
     within = _Stage(within=(per_host - 1) / per_host, hops_within=per_host - 1)
     across = _Stage(across=2 * (hosts - 1) / hosts, hops_across=2 * (hosts - 1))
     if arm == "dist_optimizer":
