@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.runs import described
+from ovpatch.insight.bench import scaling
 from tests.support.hosts import hosts, reason_to_skip
 
 _SHARDED: Final = ("ddp", "dist_optimizer")
@@ -86,7 +87,7 @@ class Layer(nn.Linear):
 
     def forward(self, given: Tensor) -> Tensor:
         """Wait for the forward."""
-        result: Tensor = _Compute.apply(given, self.weight, self.bias, self)
+        result: Tensor = _Compute.apply(given, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -168,7 +169,8 @@ def measure_arm(name: str, args: dict[str, Any]) -> dict[str, Any]:
 def measure_links(per_host: int) -> dict[str, float]:
     """Return the bytes per second of rings within a host and across hosts, and the ms of the least all-reduce.
 
-    A ring of n ranks sends ``2 (n - 1) / n`` times the bytes of the tensor over each of its links.
+    A ring of n ranks sends ``2 (n - 1) / n`` times the bytes of the tensor over each of its links in an all-reduce, and
+    as much in an all-to-all and an all-gather, by which optimizers are sharded.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     rings = {
@@ -180,26 +182,52 @@ def measure_links(per_host: int) -> dict[str, float]:
         groups = [dist.new_group(list(ranks)) for ranks in rings_of_ranks]
         # One ring has a link for itself.
         used = groups if name == "within" else groups[:1]
-        size = dist.get_world_size(groups[0])
-        for numel in (16, 1 << 20):
-            tensor = torch.zeros(numel)
-            spent = []
-            for _ in range(7):
-                dist.barrier()
-                begin = time.perf_counter()
-                for group in used:
-                    if dist.get_rank(group) >= 0:
-                        dist.all_reduce(tensor, group=group)
-                spent.append(time.perf_counter() - begin)
-            if size > 1 and numel == 16:
-                found[f"{name}_ms"] = statistics.median(spent) * 1e3
-            elif size > 1:
-                found[f"{name}_bytes_per_s"] = (
-                    2 * (size - 1) / size * numel * 4 / statistics.median(spent)
-                )
+        size = len(rings_of_ranks[0])
+        tensors = [torch.zeros(16), torch.zeros(1 << 20)]
+        shards = list(tensors[1].clone().chunk(size))
+
+        def reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
+            dist.all_reduce(tensor, group=group)
+
+        def exchange(
+            tensor: Tensor, group: dist.ProcessGroup, parts: list[Tensor] = shards
+        ) -> None:
+            dist.all_to_all_single(torch.empty_like(tensor), tensor, group=group)
+            dist.all_gather(parts, tensor[: len(parts[0])], group=group)
+
+        small, large, exchanged = (
+            _time_collective(collective, tensor, used)
+            for collective, tensor in (
+                (reduce, tensors[0]),
+                (reduce, tensors[1]),
+                (exchange, tensors[1]),
+            )
+        )
+        if size > 1:
+            part = (size - 1) / size * tensors[1].nbytes
+            found[f"{name}_ms"] = small
+            found[f"{name}_bytes_per_s"] = 2 * part / large * 1e3
+            found[f"{name}_shard_bytes_per_s"] = 2 * part / exchanged * 1e3
     # A rank outside of the ring across hosts has nothing to tell, so rank 0 counts.
     assert rank or "across_ms" in found
     return found
+
+
+def _time_collective(
+    collective: Callable[[Tensor, dist.ProcessGroup], None],
+    tensor: Tensor,
+    groups: list[dist.ProcessGroup],
+) -> float:
+    """Return the median time of a collective in ms."""
+    spent = []
+    for _ in range(7):
+        dist.barrier()
+        begin = time.perf_counter()
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                collective(tensor, group)
+        spent.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(spent)
 
 
 def measure_all(args: dict[str, Any]) -> list[dict[str, Any]]:
@@ -256,6 +284,69 @@ def summarize(
         "links": {name: round(value, 1) for name, value in links.items() if name != "arm"},
         "arms": arms,
     }
+
+
+def predict_row(row: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
+    """Return the step of each arm in ms as ``ovpatch bench --what-if`` predicts it from the rest of a row."""
+    hosts_, per_host, links = row["hosts"], row["per_host"], row["links"]
+    within, across = (
+        scaling.Ring(
+            rate,
+            links[f"{name}_ms"] / (2 * (size - 1)),
+            # Not all runs measured it.
+            min(1.0, links.get(f"{name}_shard_bytes_per_s", rate) / rate),
+        )
+        if (rate := links.get(f"{name}_bytes_per_s"))
+        else None
+        for name, size in (("within", per_host), ("across", hosts_))
+    )
+    measured = scaling.Layout(hosts_, per_host, within, across)
+    question = scaling.parse_question(f"hosts={hosts_},gpus={per_host},link={settings['rate']}")
+    backward_ms = settings["compute"] * 1e3 * 2 / 3 / row["microbatches"]
+    facts = scaling.StepFacts(
+        row["compute_ms"], backward_ms / 2, backward_ms, tuple(row["buckets"]), is_gloo=True
+    )
+    layout = scaling.resolve(question, measured)
+    return {arm: scaling.predict(arm, facts, layout).step_ms for arm in scaling.ARMS}
+
+
+def make_table(results: list[dict[str, Any]]) -> str:
+    """Return the table of all runs: a row for each layout and number of microbatches."""
+    header = ["hosts x ranks", "microbatches", "compute", "communication, stock → `ddp`"]
+    header += ["stock", "`ddp`", "`dist_optimizer`"]
+    header += ["under compute: stock, `ddp`, `dist_optimizer`", "bytes over a link / gradients"]
+    lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
+    for run in results:
+        for row in run["rows"]:
+            lines.append(f"| {' | '.join(_make_cells(row, run['settings']))} |")
+    newest = results[-1]
+    return "\n".join(lines) + (
+        f"\n\nMilliseconds of a step, median of {newest['settings']['rounds']} alternating rounds, on links of "
+        f"{newest['settings']['rate']}; {newest['date']}, torch {newest['torch'].partition('+')[0]}, gloo, "
+        f"{newest['settings']['parameters'] * 4 / 1e6:.0f} MB of gradients. In brackets: the ratio to stock "
+        "PyTorch, and the error of what `ovpatch bench --what-if` predicts. Raw data: "
+        "`benchmarks/results/hosts.jsonl`."
+    )
+
+
+def _make_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    arms, predicted = row["arms"], predict_row(row, settings)
+    nbytes = settings["parameters"] * 4
+    steps = {
+        arm: f"{arms[arm]['ms']:.0f} ({arms[arm]['ratio']:.2f}x, model {predicted[arm] / arms[arm]['ms'] - 1:+.0%})"
+        for arm in scaling.ARMS
+    }
+    steps["stock"] = steps["stock"].replace("1.00x, ", "")
+    alone = " → ".join(f"{arms[arm]['communication_ms']:.0f}" for arm in ("stock", "ddp"))
+    return [
+        f"{row['hosts']} x {row['per_host']}",
+        str(row["microbatches"]),
+        f"{row['compute_ms']:.0f}",
+        alone,
+        *steps.values(),
+        ", ".join(f"{arms[arm]['hidden']:.0%}" for arm in scaling.ARMS),
+        ", ".join(f"{arms[arm]['link_bytes'] / nbytes:.2f}" for arm in scaling.ARMS),
+    ]
 
 
 def run_layout(layout: tuple[int, int], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -58,6 +58,28 @@ MODEL = {
     ),
     # Half a ring after the backward, and half a ring before the first layers of the next forward.
     "shards": ("dist_optimizer", FACTS, Layout(2, 1, None, LINK), 36.0, 2.0),
+    "shards may be slower than all-reduces": (
+        "dist_optimizer",
+        FACTS,
+        Layout(2, 1, None, Ring(1e9, 0.0, 0.5)),
+        37.0,
+        4.0,
+    ),
+    # Each of two ranks updates half.
+    "a sharded optimizer": (
+        "dist_optimizer",
+        replace(FACTS, optimizer_ms=4.0),
+        Layout(2, 1, None, LINK),
+        34.0,
+        2.0,
+    ),
+    "an optimizer whose shards each host has": (
+        "dist_optimizer",
+        replace(FACTS, optimizer_ms=4.0, is_gloo=True),
+        Layout(2, 2, LINK, LINK),
+        35.0,
+        3.5,
+    ),
     # An all-reduce of 1.5 ms, and gathers of 0.75 ms.
     "gloo reduces to shards by an all-reduce": (
         "dist_optimizer",
@@ -172,7 +194,7 @@ def test_rows_double_up_to_the_cluster_and_end_with_it():
 
 
 def rank_facts(rank, host="a", **changes):
-    ring = {"size": 2, "bytes": 1_000_000, "large_ms": 2.5, "small_ms": 0.5}
+    ring = {"size": 2, "bytes": 1_000_000, "large_ms": 2.5, "small_ms": 0.5, "shard_ms": 2.5}
     found = {
         "rank": rank,
         "host": host,
@@ -180,6 +202,7 @@ def rank_facts(rank, host="a", **changes):
         "forward_ms": 10.0,
         "backward_ms": 20.0,
         "exposed_ms": 3.0,
+        "optimizer_ms": 4.0,
         "buckets": [1_000_000, 500_000],
         "rings": {"within": ring},
     }
@@ -187,25 +210,31 @@ def rank_facts(rank, host="a", **changes):
 
 
 def test_facts_are_of_the_slowest_rank():
-    slow = {"size": 2, "bytes": 1_000_000, "large_ms": 4.5, "small_ms": 0.5}
+    slow = {"size": 2, "bytes": 1_000_000, "large_ms": 4.5, "small_ms": 0.5, "shard_ms": 2.5}
     ranks = [rank_facts(0), rank_facts(1, exposed_ms=5.0, rings={"within": slow})]
     run = merge_facts(ranks, {"stock": 50.0})
-    assert run.facts == StepFacts(45.0, 10.0, 20.0, (1_000_000, 500_000), is_gloo=True)
-    assert run.layout == Layout(1, 2, Ring(1_000_000 / 4e-3, 0.25))
+    assert run.facts == StepFacts(45.0, 10.0, 20.0, (1_000_000, 500_000), 4.0, True)
+    assert run.layout == Layout(1, 2, Ring(1_000_000 / 4e-3, 0.25, 1.0))
     assert run.remarks == ()
+    # A reduce-scatter and an all-gather send as much as an all-reduce.
+    slow["shard_ms"] = 8.5
+    assert merge_facts(ranks, {"stock": 50.0}).layout.within.shard_efficiency == 0.5
 
 
 def test_hosts_are_counted_and_a_backward_is_no_longer_than_the_step():
     ranks = [rank_facts(rank, "ab"[rank // 2], exposed_ms=None) for rank in range(4)]
     run = merge_facts(ranks, {"stock": 15.0})
     assert (run.layout.hosts, run.layout.per_host) == (2, 2)
-    assert (run.facts.forward_ms, run.facts.backward_ms) == (5.0, 10.0)
+    facts = run.facts
+    assert facts.compute_ms == 15.0
+    assert facts.forward_ms + facts.backward_ms + facts.optimizer_ms == pytest.approx(15.0)
+    assert facts.backward_ms == 2 * facts.forward_ms
 
 
 def test_without_ddp_the_backward_is_assumed_and_that_is_reported():
     ranks = [rank_facts(0, forward_ms=None, backward_ms=None, exposed_ms=None, rings={})]
     run = merge_facts(ranks, {"stock": 30.0})
-    assert (run.facts.forward_ms, run.facts.backward_ms) == (10.0, 20.0)
+    assert run.facts.backward_ms == 2 * run.facts.forward_ms == pytest.approx(20.0 * 30 / 34)
     assert "no DistributedDataParallel" in run.remarks[0]
 
 

@@ -12,18 +12,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -241,12 +245,15 @@ class _FactsWorker:
         self._ddp: DistributedDataParallel | None = None
         self._times: list[dict[str, float]] = []
         self._facts: dict[str, Any] = {}
+        self._optimizer = OptimizerClock()
 
     def start(self) -> None:
+        self._optimizer.start()
         self._steps = steps.StepCounter(self._directory, self._at_border)
         self._steps.start_counting()
 
     def _at_border(self, number: int) -> None:
+        self._optimizer.close_step(should_keep=number > self._warmup)
         if number < self._warmup:
             return
         if number == self._warmup:
@@ -279,22 +286,70 @@ class _FactsWorker:
         for name in ("forward_ms", "backward_ms", "exposed_ms"):
             times = [step[name] for step in self._times if name in step]
             facts[name] = median(times) if times else None
+        facts["optimizer_ms"] = self._optimizer.read_ms()
         facts["buckets"] = list_bucket_bytes(self._ddp)
         facts["steps"] = self._steps.count
         worker_reports.save_json(self._directory / f"facts-{os.getpid()}.json", facts)
 
 
+class OptimizerClock:
+    """Times the calls of all optimizers in each step, on the device if there is one."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        # The marks of this step, two for each call: events of the device, or seconds.
+        self._marks: list[Any] = []
+        self._steps: list[list[Any]] = []
+
+    def start(self) -> None:
+        """Install the hooks, before the hook that closes steps."""
+
+        def mark(*_: object) -> None:
+            if torch.cuda.is_initialized():
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                self._marks.append(event)
+            else:
+                self._marks.append(time.perf_counter())
+
+        self._handles = [
+            register_optimizer_step_pre_hook(mark),
+            register_optimizer_step_post_hook(mark),
+        ]
+
+    def close_step(self, *, should_keep: bool) -> None:
+        """Close a step at its boundary; a step of the warm-up is not kept."""
+        if should_keep:
+            self._steps.append(self._marks)
+        self._marks = []
+
+    def read_ms(self) -> float | None:
+        """Return the median over the steps in ms, and remove the hooks; None without a complete step."""
+        for handle in self._handles:
+            handle.remove()
+        times = []
+        for marks in self._steps:
+            pairs = zip(marks[::2], marks[1::2], strict=True)
+            times.append(sum(self._measure(*pair) for pair in pairs))
+        return median(times) if times else None
+
+    def _measure(self, before: Any, after: Any) -> float:
+        if isinstance(before, float):
+            return float((after - before) * 1e3)
+        after.synchronize()
+        return float(before.elapsed_time(after))
+
+
 def find_largest_ddp() -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` with most parameters; None if there is none."""
-    found = {
-        id(part): part
+    # By type: isinstance() reads __class__, which makes lazy proxies load their objects.
+    found = [
+        cast("DistributedDataParallel", part)
         for root in find_root_modules()
         for part in root.modules()
         if issubclass(type(part), DistributedDataParallel)
-    }
-    return max(
-        found.values(), key=lambda ddp: sum(map(Tensor.numel, ddp.parameters())), default=None
-    )
+    ]
+    return max(found, key=lambda ddp: sum(map(Tensor.numel, ddp.parameters())), default=None)
 
 
 def read_ddp_times(logged: Mapping[str, Any]) -> dict[str, float]:
@@ -353,30 +408,41 @@ def time_rings(device: torch.device, nbytes: int) -> dict[str, dict[str, Any]]:
         rank = dist.get_rank()
         used = members if name == "within" else members[:1]
         own = next((i for i, ranks in enumerate(used) if rank in ranks), None)
-        large, small = (
-            _time_all_reduce(groups[own] if own is not None else None, device, size)
-            for size in (nbytes, 64)
-        )
+        group = groups[own] if own is not None else None
+        times = {
+            "large_ms": _time_collective(dist.all_reduce, group, device, nbytes),
+            "small_ms": _time_collective(dist.all_reduce, group, device, 64),
+            "shard_ms": _time_collective(_exchange_shards, group, device, nbytes),
+        }
         if own is not None:
-            found[name] = {
-                "size": len(members[own]),
-                "bytes": nbytes,
-                "large_ms": large,
-                "small_ms": small,
-            }
+            found[name] = {"size": len(members[own]), "bytes": nbytes, **times}
     return found
 
 
-def _time_all_reduce(group: Any, device: torch.device, nbytes: int) -> float:
-    """Return the median time of an all-reduce in ms; ranks without a group only meet their peers."""
-    tensor = torch.zeros(max(1, nbytes // 4), device=device)
+def _exchange_shards(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Run an all-to-all and an all-gather, which together send as much as an all-reduce of the tensor."""
+    size = dist.get_world_size(group)
+    whole = tensor[: len(tensor) // size * size]
+    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+    parts = list(whole.chunk(size))
+    dist.all_gather(parts, parts[0].clone(), group=group)
+
+
+def _time_collective(
+    collective: Callable[..., object],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    nbytes: int,
+) -> float:
+    """Return the median time of a collective in ms; ranks without a group only meet their peers."""
+    tensor = torch.zeros(max(dist.get_world_size(), nbytes // 4), device=device)
     times = []
     for _ in range(7):
         _synchronize(device)
         dist.barrier()
         begin = time.perf_counter()
         if group is not None:
-            dist.all_reduce(tensor, group=group)
+            collective(tensor, group=group)
             _synchronize(device)
         times.append((time.perf_counter() - begin) * 1e3)
     return median(times)

@@ -31,12 +31,14 @@ class Ring:
     """The links of a ring of ranks.
 
     Attributes:
-        bytes_per_s: The rate of a link in one direction.
+        bytes_per_s: The rate of a link in one direction, as all-reduces reach it.
         hop_ms: The time of the smallest message to a neighbor.
+        shard_efficiency: The part of the rate that reduce-scatters and all-gathers reach.
     """
 
     bytes_per_s: float
     hop_ms: float = 0.0
+    shard_efficiency: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class StepFacts:
         forward_ms: The part of the first microbatch's forward.
         backward_ms: The part of the backward that reduces gradients.
         buckets: The bytes of the gradient buckets, in the order of their reductions.
+        optimizer_ms: The part of the optimizer, which ``dist_optimizer`` shards.
         is_gloo: Whether gloo communicates. Then ``ddp`` reduces within hosts first, and ``dist_optimizer`` shards
             within them. NCCL knows the hosts itself.
     """
@@ -78,6 +81,7 @@ class StepFacts:
     forward_ms: float
     backward_ms: float
     buckets: tuple[int, ...]
+    optimizer_ms: float = 0.0
     is_gloo: bool = False
 
 
@@ -111,6 +115,8 @@ class _Stage:
     across: float = 0.0
     hops_within: int = 0
     hops_across: int = 0
+    # Whether ranks send shards, in one piece each.
+    is_of_shards: bool = False
 
     def compute_ms(self, nbytes: int, layout: Layout) -> float:
         """Return the time of one bucket, whose parts pass all links of a ring concurrently."""
@@ -121,7 +127,8 @@ class _Stage:
         ):
             if part:
                 assert ring is not None, "parse_question() demands the rates that are not known"
-                times.append(part * nbytes / ring.bytes_per_s * 1e3)
+                efficiency = ring.shard_efficiency if self.is_of_shards else 1.0
+                times.append(part * nbytes / (ring.bytes_per_s * efficiency) * 1e3)
                 latency += hops * ring.hop_ms
         return max(times) + latency
 
@@ -138,14 +145,15 @@ def _make_ring(layout: Layout, rounds: int, *, is_tree: bool) -> list[_Stage]:
     if world == 1:
         return []
     part = rounds * (world - 1) / world
+    of_shards = rounds == 1
     if hosts == 1:
-        return [_Stage(within=part, hops_within=rounds * (world - 1))]
+        return [_Stage(within=part, hops_within=rounds * (world - 1), is_of_shards=of_shards)]
     within = part if layout.per_host > 1 else 0.0
     if is_tree:
         hops = rounds * (hosts - 1).bit_length()
-        return [_Stage(within, part, rounds * (layout.per_host - 1), hops)]
+        return [_Stage(within, part, rounds * (layout.per_host - 1), hops, of_shards)]
     # All ranks send in each step of a ring, and the slowest link is one between hosts.
-    return [_Stage(within, part, 0, rounds * (world - 1))]
+    return [_Stage(within, part, 0, rounds * (world - 1), of_shards)]
 
 
 def _make_stages(
@@ -161,7 +169,7 @@ def _make_stages(
             return make_ring(2), []
         # More than two ranks of gloo reduce-scatter by an all-reduce, whose sums are those of stock PyTorch.
         return make_ring(2 if facts.is_gloo and layout.world > 2 else 1), make_ring(1)
-    within = _Stage(within=(per_host - 1) / per_host, hops_within=per_host - 1)
+    within = _Stage((per_host - 1) / per_host, hops_within=per_host - 1, is_of_shards=True)
     across = _Stage(across=2 * (hosts - 1) / hosts, hops_across=2 * (hosts - 1))
     if arm == "dist_optimizer":
         return [within, across], [within]
@@ -189,7 +197,11 @@ def predict(arm: str, facts: StepFacts, layout: Layout) -> Prediction:
         now = max(now, begun) + facts.forward_ms * nbytes / total
     exposed += now - facts.forward_ms
     alone = _run_stages(reduce, facts.buckets, [0.0] * len(ready), layout) + begun
-    return Prediction(facts.compute_ms + exposed, alone, exposed)
+    saved = 0.0
+    if arm == "dist_optimizer":
+        is_by_host = facts.is_gloo and layout.hosts > 1 and layout.per_host > 1
+        saved = facts.optimizer_ms * (1 - 1 / (layout.per_host if is_by_host else layout.world))
+    return Prediction(facts.compute_ms - saved + exposed, alone, exposed)
 
 
 def _run_stages(
@@ -299,10 +311,10 @@ def resolve(question: Question, measured: Layout) -> Layout:
     per_host = question.per_host or measured.per_host
     within, across = measured.within, measured.across
     if question.local_bytes_per_s is not None:
-        within = Ring(question.local_bytes_per_s, within.hop_ms if within else 0.0)
+        within = replace(within or Ring(0.0), bytes_per_s=question.local_bytes_per_s)
     if question.link_bytes_per_s is not None:
-        hop_ms = across.hop_ms if across else _HOP_MS
-        across = Ring(question.link_bytes_per_s * _PAYLOAD, hop_ms)
+        rate = question.link_bytes_per_s * _PAYLOAD
+        across = replace(across or Ring(0.0, _HOP_MS), bytes_per_s=rate)
     if question.hosts > 1 and across is None:
         raise SettingsError(
             f"--what-if: the measured run had one host, so the rate of a link between {question.hosts} hosts is "
@@ -370,9 +382,9 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]], steps_ms: Mapping[str, float
     remarks = []
     first = ranks[0]
     # The slowest rank counts, as in the step.
-    exposed, forward, backward = (
+    exposed, forward, backward, optimizer = (
         max((rank[name] or 0.0) for rank in ranks)
-        for name in ("exposed_ms", "forward_ms", "backward_ms")
+        for name in ("exposed_ms", "forward_ms", "backward_ms", "optimizer_ms")
     )
     if not backward:
         forward, backward = step_ms / 3, step_ms * 2 / 3
@@ -381,20 +393,21 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]], steps_ms: Mapping[str, float
             "are of 25 MiB"
         )
     compute = max(step_ms - exposed, step_ms / 100)
-    # A microbatch is no longer than the step.
-    scale = min(1.0, compute / (forward + backward))
+    # Forward, backward and optimizer together are no longer than the step.
+    scale = min(1.0, compute / (forward + backward + optimizer))
     facts = StepFacts(
         compute,
         forward * scale,
         backward * scale,
         tuple(first["buckets"]),
+        optimizer * scale,
         first["backend"] == "gloo",
     )
     return MeasuredRun(facts, merge_layout(ranks), steps_ms, tuple(remarks))
 
 
 def _make_measured_ring(ranks: Sequence[Mapping[str, Any]], name: str) -> Ring | None:
-    """Return the slowest ring that ranks measured, from their times of a large and of a small all-reduce."""
+    """Return the slowest ring that ranks measured, from a large and a small all-reduce and a pair of other collectives."""
     rings = [rank["rings"][name] for rank in ranks if name in rank["rings"]]
     if not rings:
         return None
@@ -403,7 +416,8 @@ def _make_measured_ring(ranks: Sequence[Mapping[str, Any]], name: str) -> Ring |
     sent = 2 * (size - 1) / size * nbytes
     # The small all-reduce needs as many messages, so its time is in that of the large one.
     spent_ms = max(slowest["large_ms"] - slowest["small_ms"], slowest["large_ms"] / 10)
-    return Ring(sent / spent_ms * 1e3, slowest["small_ms"] / (2 * (size - 1)))
+    shard_ms = max(slowest["shard_ms"] - slowest["small_ms"], spent_ms)
+    return Ring(sent / spent_ms * 1e3, slowest["small_ms"] / (2 * (size - 1)), spent_ms / shard_ms)
 
 
 # --- the answer ---
