@@ -144,25 +144,29 @@ def clock(step: Callable[[], None], count: int) -> dict[str, Any]:
 def measure_arm(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """Run one arm once, for each number of microbatches."""
     features, options = ARMS.get(name, ((), {}))
-    reduces = name != COMPUTE
     applied = ovpatch.applied(*features, options=options) if features else contextlib.nullcontext()
-    found: dict[str, Any] = {"arm": name}
     with applied:
-        trainer = Trainer()
+        found = _measure_trainer(name, args)
+        # State of a model that lives longer would be fetched from peers when the feature is turned off.
+        gc.collect()
+        dist.barrier()
+    return {"arm": name, **found}
 
-        def run(seconds: float, microbatches: int) -> dict[str, Any]:
-            return clock(
-                lambda: trainer.step(seconds, microbatches, reduces=reduces), args["steps"]
-            )
 
-        # The first reducing steps build the buckets and decide to shard.
-        clock(lambda: trainer.step(0.0, 1), args["warmup"])
-        found["alone"] = run(0.0, 1)
-        for microbatches in _MICROBATCHES:
-            found[str(microbatches)] = run(args["compute"], microbatches)
-        if name == COMPUTE:
-            found["buckets"] = trainer.bucket_bytes()
-    gc.collect()
+def _measure_trainer(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    trainer = Trainer()
+    reduces = name != COMPUTE
+
+    def run(seconds: float, microbatches: int) -> dict[str, Any]:
+        return clock(lambda: trainer.step(seconds, microbatches, reduces=reduces), args["steps"])
+
+    # The first reducing steps build the buckets and decide to shard.
+    clock(lambda: trainer.step(0.0, 1), args["warmup"])
+    found: dict[str, Any] = {"alone": run(0.0, 1)}
+    for microbatches in _MICROBATCHES:
+        found[str(microbatches)] = run(args["compute"], microbatches)
+    if name == COMPUTE:
+        found["buckets"] = trainer.bucket_bytes()
     return found
 
 

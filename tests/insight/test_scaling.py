@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 
+from benchmarks import tables
+from benchmarks.hosts import predict_row
+from benchmarks.models import GPT, SIZES
 from ovpatch.insight.bench import scaling
 from ovpatch.insight.bench.scaling import (
     ARMS,
@@ -278,3 +283,67 @@ def test_the_answer_has_a_table_the_error_and_a_picture(tmp_path):
 def test_a_picture_without_a_known_format_is_an_error(tmp_path):
     with pytest.raises(SettingsError, match=r"ends with none of .png, .svg, .pdf. Give"):
         scaling.check_figure(tmp_path / "steps.txt")
+
+
+# --- measured steps ---
+
+# Neither the rate of NVLink nor the time of the optimizer is on file with the steps. Rings of NCCL on H100
+# reach 250 GB/s or more, and a fused AdamW passes 28 bytes of a parameter through memory of some 2.7 TB/s.
+NVLINK = Ring(250e9, 0.002)
+OPTIMIZER_BYTES_PER_S = 2.7e12
+
+
+def median_step(files, size, compile, world, arm):
+    """Return the median step over all runs of a model on H100 with one microbatch, in ms."""
+    steps = [
+        row["median_ms"]
+        for file in files
+        for run in tables.read_results(file)
+        if (run["world"], run["settings"]["size"]) == (world, size)
+        and (run["settings"]["compile"] or None, run["settings"]["accumulate"]) == (compile, 1)
+        and "H100" in run["device"]
+        for row in run["summary"]
+        if row["arm"] == arm
+    ]
+    return statistics.median(steps)
+
+
+@pytest.mark.parametrize(("size", "compile"), [("1b", None), ("1b", "blocks"), ("2b", "blocks")])
+def test_four_gpus_are_predicted_from_two(size, compile):
+    files = ("zero_step", "zero_step_2_h100")
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in GPT(**SIZES[size]).parameters())
+    measured = median_step(files, size, compile, 2, "stock, bucket view")
+    optimizer_ms = 28 * numel / OPTIMIZER_BYTES_PER_S * 1e3
+    # A backward takes twice the forward.
+    forward_ms = (measured - optimizer_ms) / 3
+    buckets = (25 << 20,) * (4 * numel // (25 << 20))
+    facts = StepFacts(measured, forward_ms, 2 * forward_ms, buckets, optimizer_ms)
+    arms = {"stock": "stock, bucket view", "ddp": "ovpatch, ddp alone"}
+    arms["dist_optimizer"] = "ovpatch, where faster" if size == "2b" else "ovpatch"
+    for arm, name in arms.items():
+        found = predict(arm, facts, Layout(1, 4, NVLINK)).step_ms
+        assert found == pytest.approx(median_step(files, size, compile, 4, name), rel=0.1), arm
+
+
+@pytest.mark.parametrize("compile", [None, "blocks"])
+def test_one_gpu_is_predicted_too_slow_because_nccl_slows_the_compute_of_two(compile):
+    # One rank of eight ran alone, without its peers. By how much NCCL slows compute is on file for no model.
+    alone = median_step(("zero_alone",), "1b", compile, 8, "stock, bucket view")
+    two = median_step(("zero_step_2_h100",), "1b", compile, 2, "stock, bucket view")
+    found = predict("stock", StepFacts(two, two / 3, two * 2 / 3, (25 << 20,)), Layout(1, 1))
+    assert 1.0 < found.step_ms / alone < 1.15
+
+
+def test_steps_on_slow_links_are_predicted_and_ddp_is_not_slower_than_stock():
+    rows = [(row, run["settings"]) for run in tables.read_results("hosts") for row in run["rows"]]
+    layouts = {(row["hosts"], row["per_host"], row["microbatches"]) for row, _ in rows}
+    assert layouts == {(h, g, m) for h in (2, 4) for g in (1, 2) for m in (1, 8)}
+    for row, settings in rows:
+        name = f"{row['hosts']} x {row['per_host']}, {row['microbatches']} microbatches"
+        for arm, predicted in predict_row(row, settings).items():
+            assert predicted == pytest.approx(row["arms"][arm]["ms"], rel=0.1), (name, arm)
+        stock, ddp = (row["arms"][arm] for arm in ("stock", "ddp"))
+        # Rounds of one arm differ by some percent, because the machine was busy.
+        assert ddp["ms"] <= 1.02 * stock["ms"], name
+        assert ddp["link_bytes"] <= 1.01 * stock["link_bytes"], name

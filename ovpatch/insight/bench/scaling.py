@@ -407,7 +407,7 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]], steps_ms: Mapping[str, float
 
 
 def _make_measured_ring(ranks: Sequence[Mapping[str, Any]], name: str) -> Ring | None:
-    """Return the slowest ring that ranks measured, from a large and a small all-reduce and a pair of other collectives."""
+    """Return the slowest ring that ranks measured; the times are those of ``time_rings`` in ``bench_worker.py``."""
     rings = [rank["rings"][name] for rank in ranks if name in rank["rings"]]
     if not rings:
         return None
