@@ -212,7 +212,7 @@ def measure_links(per_host: int) -> dict[str, float]:
             found[f"{name}_ms"] = small
             found[f"{name}_bytes_per_s"] = 2 * part / large * 1e3
             found[f"{name}_shard_bytes_per_s"] = 2 * part / exchanged * 1e3
-    # A rank outside of the ring across hosts has nothing to tell, so rank 0 counts.
+    # A rank outside of the ring across hosts measures nothing, so rank 0 counts.
     assert rank or "across_ms" in found
     return found
 
@@ -235,7 +235,7 @@ def _time_collective(
 
 
 def measure_all(args: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run all arms by turns in one job; the main function of a rank."""
+    """Run all arms alternately in one job; the main function of a rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rows = [{"arm": "links", **measure_links(args["per_host"])}]
@@ -401,9 +401,8 @@ def main() -> None:
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
         parameters = _LAYERS * (_WIDTH + 1) * _WIDTH
-        run = described(
-            "hosts", {**settings, "parameters": parameters}, world=max(h * g for h, g in LAYOUTS)
-        )
+        world = max(row["hosts"] * row["per_host"] for row in found)
+        run = described("hosts", {**settings, "parameters": parameters}, world=world)
         with args.json.open("a") as file:
             file.write(json.dumps({**run, "rows": found}) + "\n")
 

@@ -296,7 +296,7 @@ def test_a_prediction_has_a_stock_run_before_all_others(machine, bench, tmp_path
 @pytest.mark.parametrize(
     ("question", "complaint", "ran"),
     [
-        ("hosts=two", "hosts=two is no whole number", []),
+        ("hosts=two", "hosts=two is no integer", []),
         # The rate of the link is known to be missing after the first run.
         ("hosts=2", "Add for example link=200Gbit", ["facts"]),
     ],

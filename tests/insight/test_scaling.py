@@ -126,8 +126,8 @@ def test_more_hosts_and_slower_links_never_make_a_step_shorter():
 BAD = {
     "": "the number of hosts is missing",
     "gpus=8": "the number of hosts is missing",
-    "hosts": "hosts= is no whole number",
-    "hosts=0": "hosts=0 is no whole number",
+    "hosts": "hosts= is no integer",
+    "hosts=0": "hosts=0 is no integer",
     "hosts=-1": "hosts=-1 is no",
     "hosts=two": "hosts=two is no",
     "hosts=²": "hosts=² is no",

@@ -422,9 +422,9 @@ def time_rings(device: torch.device, nbytes: int) -> dict[str, dict[str, Any]]:
 def _exchange_shards(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Run an all-to-all and an all-gather, which together send as much as an all-reduce of the tensor."""
     size = dist.get_world_size(group)
-    whole = tensor[: len(tensor) // size * size]
-    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-    parts = list(whole.chunk(size))
+    even = tensor[: len(tensor) // size * size]
+    dist.all_to_all_single(torch.empty_like(even), even, group=group)
+    parts = list(even.chunk(size))
     dist.all_gather(parts, parts[0].clone(), group=group)
 
 

@@ -145,15 +145,15 @@ def _make_ring(layout: Layout, rounds: int, *, is_tree: bool) -> list[_Stage]:
     if world == 1:
         return []
     part = rounds * (world - 1) / world
-    of_shards = rounds == 1
+    sends_shards = rounds == 1
     if hosts == 1:
-        return [_Stage(within=part, hops_within=rounds * (world - 1), is_of_shards=of_shards)]
+        return [_Stage(within=part, hops_within=rounds * (world - 1), is_of_shards=sends_shards)]
     within = part if layout.per_host > 1 else 0.0
     if is_tree:
         hops = rounds * (hosts - 1).bit_length()
-        return [_Stage(within, part, rounds * (layout.per_host - 1), hops, of_shards)]
+        return [_Stage(within, part, rounds * (layout.per_host - 1), hops, sends_shards)]
     # All ranks send in each step of a ring, and the slowest link is one between hosts.
-    return [_Stage(within, part, 0, rounds * (world - 1), of_shards)]
+    return [_Stage(within, part, 0, rounds * (world - 1), sends_shards)]
 
 
 def _make_stages(
@@ -284,7 +284,7 @@ def parse_question(text: str) -> Question:
 def _parse_count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise SettingsError(
-            f"--what-if: {name}={text} is no whole number above 0. Write for example {name}=8."
+            f"--what-if: {name}={text} is no integer above 0. Write for example {name}=8."
         )
     return int(text)
 
@@ -407,7 +407,7 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]], steps_ms: Mapping[str, float
 
 
 def _make_measured_ring(ranks: Sequence[Mapping[str, Any]], name: str) -> Ring | None:
-    """Return the slowest ring that ranks measured; the times are those of ``time_rings`` in ``bench_worker.py``."""
+    """Return the slowest ring that ranks measured by ``time_rings`` of ``bench_worker.py``."""
     rings = [rank["rings"][name] for rank in ranks if name in rank["rings"]]
     if not rings:
         return None
