@@ -3,12 +3,14 @@
     python -m benchmarks.hosts --json benchmarks/results/hosts.jsonl
 
 It needs root on a Linux machine and no GPU: hosts are network namespaces, and ``tc`` limits their links
-(``tests/support/hosts.py``). Few cores cannot compute for eight ranks, so each layer waits for the time that a device
+(``tests/support/hosts.py``).
+
+Few cores cannot compute for eight ranks, so each layer waits for the time that a device
 would compute, and makes gradients without computing them. Parameters, buckets, optimizer and traffic are real.
 
-Each layout of hosts and ranks is a job in which the arms alternate. A row has the step of each arm, its communication
-alone (the same step if layers take no time), the compute alone (the same step without any reduction), and the bytes
-that a host sends in a step by the counters of its link.
+Each layout of hosts and ranks is a job in which the arms alternate. A row has the step of each arm, and its
+communication alone: the same step if layers take no time. The compute alone is the same step without any reduction.
+The counters of the links give the bytes that a host sends in a step.
 """
 
 from __future__ import annotations
@@ -173,8 +175,8 @@ def _measure_trainer(name: str, args: dict[str, Any]) -> dict[str, Any]:
 def measure_links(per_host: int) -> dict[str, float]:
     """Return the bytes per second of rings within a host and across hosts, and the ms of the least all-reduce.
 
-    A ring of n ranks sends ``2 (n - 1) / n`` times the bytes of the tensor over each of its links in an all-reduce, and
-    as much in an all-to-all and an all-gather, by which optimizers are sharded.
+    In an all-reduce a ring of n ranks sends ``2 (n - 1) / n`` times the bytes of the tensor over each of its links. An
+    all-to-all and an all-gather, by which optimizers are sharded, together send as much.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     rings = {
@@ -291,7 +293,7 @@ def summarize(
 
 
 def predict_row(row: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
-    """Return the step of each arm in ms as ``ovpatch bench --what-if`` predicts it from the rest of a row."""
+    """Return the step of each arm in ms as ``ovpatch bench --what-if`` predicts it."""
     hosts_, per_host, links = row["hosts"], row["per_host"], row["links"]
     within, across = (
         scaling.Ring(
@@ -314,21 +316,55 @@ def predict_row(row: dict[str, Any], settings: dict[str, Any]) -> dict[str, floa
     return {arm: scaling.predict(arm, facts, layout).step_ms for arm in scaling.ARMS}
 
 
+def pool_rows(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the rows of all runs with the settings; the runs of one layout are pooled to medians over all rounds."""
+    groups: dict[tuple[int, ...], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for run in results:
+        for row in run["rows"]:
+            key = (row["hosts"], row["per_host"], row["microbatches"])
+            groups.setdefault(key, []).append((row, run["settings"]))
+    pooled = []
+    for _, runs in sorted(groups.items()):
+        rows = [row for row, _ in runs]
+        compute_ms = statistics.median(row["compute_ms"] for row in rows)
+        links = {
+            name: statistics.median(row["links"][name] for row in rows) for name in rows[0]["links"]
+        }
+        arms: dict[str, dict[str, Any]] = {}
+        for arm in rows[0]["arms"]:
+            found = [row["arms"][arm] for row in rows]
+            round_ms = [ms for row in found for ms in row["round_ms"]]
+            step = statistics.median(round_ms)
+            alone = statistics.median(row["communication_ms"] for row in found)
+            arms[arm] = {
+                "ms": step,
+                "round_ms": round_ms,
+                "ratio": step / arms.get("stock", {"ms": step})["ms"],
+                "communication_ms": alone,
+                "link_bytes": statistics.median(row["link_bytes"] for row in found),
+                "hidden": min(1.0, max(0.0, (compute_ms + alone - step) / alone)),
+            }
+        merged = {**rows[0], "compute_ms": compute_ms, "links": links, "arms": arms}
+        pooled.append((merged, runs[0][1]))
+    return pooled
+
+
 def make_table(results: list[dict[str, Any]]) -> str:
     """Return the table of all runs: a row for each layout and number of microbatches."""
     header = ["hosts x ranks", "microbatches", "compute", "communication, stock → `ddp`"]
     header += ["stock", "`ddp`", "`dist_optimizer`"]
     header += ["under compute: stock, `ddp`, `dist_optimizer`", "bytes over a link / gradients"]
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
-    for run in results:
-        for row in run["rows"]:
-            lines.append(f"| {' | '.join(_make_cells(row, run['settings']))} |")
+    lines += [
+        f"| {' | '.join(_make_cells(row, settings))} |" for row, settings in pool_rows(results)
+    ]
+    rounds = [len(row["arms"]["stock"]["round_ms"]) for row, _ in pool_rows(results)]
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds of a step, median of {newest['settings']['rounds']} alternating rounds, on links of "
+        f"\n\nMilliseconds per step, median of {min(rounds)} to {max(rounds)} alternating rounds, on links of "
         f"{newest['settings']['rate']}; {newest['date']}, torch {newest['torch'].partition('+')[0]}, gloo, "
         f"{newest['settings']['parameters'] * 4 / 1e6:.0f} MB of gradients. In brackets: the ratio to stock "
-        "PyTorch, and the error of what `ovpatch bench --what-if` predicts. Raw data: "
+        "PyTorch, and the error of `ovpatch bench --what-if`. Raw data: "
         "`benchmarks/results/hosts.jsonl`."
     )
 

@@ -55,7 +55,7 @@ class Machine:
         )
 
     def facts(self, rank):
-        """Return what a rank leaves for predictions: two ranks on one host, a bucket of 1 MB."""
+        """Return the file of a rank for predictions: two ranks on one host, a bucket of 1 MB."""
         ring = {"size": 2, "bytes": 1_000_000, "large_ms": 1.5, "small_ms": 0.5, "shard_ms": 1.5}
         return {
             **{"rank": rank, "world": 2, "restart": 0, "steps": 20, "host": "a", "backend": "nccl"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.hosts import predict_row
+from benchmarks.hosts import pool_rows, predict_row
 from benchmarks.models import GPT, SIZES
 from ovpatch.insight.bench import scaling
 from ovpatch.insight.bench.scaling import (
@@ -243,7 +243,7 @@ def test_without_ddp_the_backward_is_assumed_and_that_is_reported():
     assert "no DistributedDataParallel" in run.remarks[0]
 
 
-# --- the answer ---
+# --- the predictions ---
 
 
 def measured():
@@ -253,7 +253,7 @@ def measured():
     )
 
 
-def test_the_answer_has_a_table_the_error_and_a_picture(tmp_path):
+def test_the_text_has_a_table_the_error_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     answer = answer_question(parse_question("hosts=4,gpus=8,link=200Gbit"), measured())
     text = scaling.format_answer(answer, width=120)
@@ -336,7 +336,7 @@ def test_one_gpu_is_predicted_too_slow_because_nccl_slows_the_compute_of_two(com
 
 
 def test_steps_on_slow_links_are_predicted_and_ddp_is_not_slower_than_stock():
-    rows = [(row, run["settings"]) for run in tables.read_results("hosts") for row in run["rows"]]
+    rows = pool_rows(tables.read_results("hosts"))
     layouts = {(row["hosts"], row["per_host"], row["microbatches"]) for row, _ in rows}
     assert layouts == {(h, g, m) for h in (2, 4) for g in (1, 2) for m in (1, 8)}
     for row, settings in rows:

@@ -167,7 +167,7 @@ def _make_stages(
     if not (facts.is_gloo and hosts > 1 and per_host > 1):
         if arm == "ddp":
             return make_ring(2), []
-        # More than two ranks of gloo reduce-scatter by an all-reduce, whose sums are those of stock PyTorch.
+        # More than two ranks of gloo reduce-scatter by an all-reduce, which rounds as stock PyTorch.
         return make_ring(2 if facts.is_gloo and layout.world > 2 else 1), make_ring(1)
     within = _Stage((per_host - 1) / per_host, hops_within=per_host - 1, is_of_shards=True)
     across = _Stage(across=2 * (hosts - 1) / hosts, hops_across=2 * (hosts - 1))
@@ -303,7 +303,7 @@ def _parse_rate(name: str, text: str) -> float:
 
 
 def resolve(question: Question, measured: Layout) -> Layout:
-    """Return the layout that a question asks for, with the rates of the measured one where it gives none.
+    """Return the layout of a question, with the rates of the measured one where it gives none.
 
     Raises:
         SettingsError: A rate that the prediction needs is neither given nor measured.
@@ -420,7 +420,7 @@ def _make_measured_ring(ranks: Sequence[Mapping[str, Any]], name: str) -> Ring |
     return Ring(sent / spent_ms * 1e3, slowest["small_ms"] / (2 * (size - 1)), spent_ms / shard_ms)
 
 
-# --- the answer ---
+# --- the predictions ---
 
 
 @dataclass(frozen=True)
@@ -508,7 +508,7 @@ def _format_ms(value: float) -> str:
 
 
 def answer_to_json(answer: ScalingAnswer) -> dict[str, Any]:
-    """Return the answer as plain data."""
+    """Return the predictions as plain data."""
     return {
         "rows": [
             {

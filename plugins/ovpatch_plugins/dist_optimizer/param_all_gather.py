@@ -174,7 +174,7 @@ class AllGatherBucket:
         self._world = holders.size()
         self._rank = holders.rank()
         self._device = params[0].device
-        # A communicator of fewer ranks is that of this host.
+        # A communicator of fewer ranks has the ranks of this host.
         self._all_gather = AllGather(
             group,
             self._device,
