@@ -87,7 +87,7 @@ def test_a_script_on_two_ranks_is_measured(bench, tmp_path):
             "bytes",
             "large_ms",
             "small_ms",
-            "gather_ms",
+            "shard_ms",
         }
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])
