@@ -593,6 +593,14 @@ def tp_host() -> str:
     )
 
 
+def hosts() -> str:
+    """Return the table of ``benchmarks/hosts.py``: a row for each layout of hosts, and number of microbatches."""
+    # That module imports torch, which few tables need.
+    from benchmarks.hosts import make_table
+
+    return make_table(read_results("hosts"))
+
+
 def programs() -> str:
     """Return the table of ``benchmarks/programs.py``: one row per program."""
     # That module imports torch, which no other table needs.
@@ -719,6 +727,7 @@ TABLES = {
     "ablation": ablation,
     "ddp_step": ddp_step,
     "ddp_summary": ddp_summary,
+    "hosts": hosts,
     "summary": summary,
     "zero_summary": zero_summary,
     "zero_alone": zero_alone,

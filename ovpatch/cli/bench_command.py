@@ -7,12 +7,13 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ovpatch._version import __version__
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight.bench import analysis, rounds
+from ovpatch.insight.bench import analysis, rounds, scaling
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import (
     PATCHED,
@@ -26,6 +27,7 @@ from ovpatch.insight.nodes import Leader
 from ovpatch.insight.variants import Outcome
 from ovpatch.session import worker_reports
 from ovpatch.session.report_table import wants_colour
+from ovpatch.settings.settings import SettingsError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +85,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="peak TFLOP/s of one device, for MFU (default: for bf16, by the device's name)",
     )
+    add(
+        "--what-if",
+        metavar="hosts=16,…",
+        help="also predict the step on hosts with gpus=8 each, whose link=200Gbit each; local=300GB: the rate between "
+        "GPUs of a host, if it was not measured",
+    )
+    add(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="draw the prediction to a PNG, SVG or PDF file; needs matplotlib",
+    )
     command_line.add_timeout(parser)
     command_line.add_nodes(parser)
     add(
@@ -97,21 +111,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print the result."""
+    question = _parse_prediction(arguments)
     command = command_line.check_comparison(arguments, "bench")
     names = ("steps", "warmup", "rounds", "features", "leave_one_out", "against")
 
     def lead(nodes: Leader | None) -> int:
         with command_line.open_folder(arguments.out) as out:
             given = {name: getattr(arguments, name) for name in (*names, "timeout")}
-            return _measure(BenchPlan(command, out, nodes=nodes, **given), arguments)
+            plan = BenchPlan(command, out, nodes=nodes, **given)
+            return _measure(plan, arguments, question)
 
-    return command_line.lead_or_follow(arguments, "bench", command, names, lead)
+    return command_line.lead_or_follow(arguments, "bench", command, (*names, "what_if"), lead)
 
 
-def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
+def _parse_prediction(arguments: argparse.Namespace) -> scaling.Question | None:
+    """Return the question of ``--what-if``, before anything runs."""
+    if arguments.what_if is None:
+        if arguments.figure is not None:
+            raise SettingsError("--figure draws a prediction. Give --what-if, too.")
+        return None
+    if arguments.figure is not None:
+        scaling.check_figure(arguments.figure)
+        command_line.check_file(arguments.figure, "--figure")
+    return scaling.parse_question(arguments.what_if)
+
+
+def _measure(
+    plan: BenchPlan, arguments: argparse.Namespace, question: scaling.Question | None
+) -> int:
+    facts = None
     try:
         progress = rounds.Progress(plan)
         with nullcontext() if progress.bar.disable else progress.bar:
+            if question is not None:
+                facts = rounds.measure_facts(plan, progress)
+                # A rate that is missing is an error before all rounds run.
+                scaling.resolve(question, scaling.merge_layout(facts))
             runs = rounds.run_rounds(plan, progress)
     except (StoppedError, KeyboardInterrupt):
         return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
@@ -121,17 +156,42 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         runs,
         UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops),
     )
+    answer = None
+    if question is not None and facts is not None:
+        measured = scaling.merge_facts(facts, _list_steps(runs))
+        answer = scaling.answer_question(question, measured)
     if arguments.json is not None:
-        worker_reports.save_json(arguments.json, _collect_data(plan, runs, found))
+        predicted = {} if answer is None else {"what_if": scaling.answer_to_json(answer)}
+        data = _collect_data(plan, runs, found)
+        worker_reports.save_json(arguments.json, {**data, **predicted})
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     if plan.nodes is not None:
         plan.nodes.verdict = analysis.format_verdict(runs, found)
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(analysis.format_report(plan, runs, found, colour=colour))
+    if answer is not None:
+        print(f"\n{scaling.format_answer(answer, colour=colour)}")
+        if arguments.figure is not None:
+            scaling.draw_answer(answer, arguments.figure)
+            command_line.say("bench", f"written: {arguments.figure}")
     if arguments.json is not None:
         command_line.say("bench", f"everything that was measured is in {arguments.json}")
     return ExitCode.OK
+
+
+def _list_steps(runs: BenchRuns) -> dict[str, float]:
+    """Return the median step of each arm that the prediction knows."""
+    kinds = {STOCK: STOCK}
+    if "dist_optimizer" in runs.exercised:
+        kinds |= {"dist_optimizer": PATCHED, "ddp": "without-dist_optimizer"}
+    elif "ddp" in runs.exercised:
+        kinds["ddp"] = PATCHED
+    return {
+        arm: median([time for run in runs.list_measured(kind) for time in run.times])
+        for arm, kind in kinds.items()
+        if kind in runs.kinds
+    }
 
 
 def _collect_data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, Any]:

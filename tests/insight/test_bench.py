@@ -66,9 +66,29 @@ def bench(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_script_on_two_ranks_is_measured(bench):
-    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", ranks=2)
+def test_a_script_on_two_ranks_is_measured(bench, tmp_path):
+    question = ("--what-if", "hosts=4,gpus=2,link=1Gbit")
+    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", *question, ranks=2)
     assert code == 0, texts.err
+    # Gradients of 11 * 16 parameters and as many weights: one bucket, which two ranks of one host reduce.
+    assert [row["hosts"] for row in found["what_if"]["rows"]] == [1, 1, 2, 4]
+    assert set(found["what_if"]["errors"]) == {"stock", "ddp"}
+    assert found["what_if"]["remarks"] == []
+    files = list((tmp_path / "out" / "facts").glob("facts-*.json"))
+    assert len(files) == 2
+    for file in files:
+        facts = json.loads(file.read_text())
+        assert facts["buckets"] == [4 * 2 * 11 * 16]
+        for name in ("forward_ms", "backward_ms", "optimizer_ms"):
+            assert facts[name] > 0
+        assert facts["exposed_ms"] >= 0
+        assert facts["rings"]["within"].keys() == {
+            "size",
+            "bytes",
+            "large_ms",
+            "small_ms",
+            "shard_ms",
+        }
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])
     for one in (stock, patched):

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from ovpatch.cli import main
+from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import steps, variants
 from ovpatch.insight.bench import rounds
 from tests.support.environment import forget
@@ -39,7 +40,10 @@ class Machine:
         folder.mkdir()
         log.write_text("first line\nlast line\n")
         for rank in range(2):
-            (folder / f"bench-{rank}.json").write_text(json.dumps(self.left(variant, rank)))
+            if variant.name == rounds.FACTS:
+                (folder / f"facts-{rank}.json").write_text(json.dumps(self.facts(rank)))
+            else:
+                (folder / f"bench-{rank}.json").write_text(json.dumps(self.left(variant, rank)))
             (folder / f"beat-{rank}").write_text("8")
             identity = {"pid": rank, "rank": str(rank), **self.identity}
             (folder / f"process-{rank}.json").write_text(json.dumps(identity))
@@ -49,6 +53,22 @@ class Machine:
         return replace(
             variants.Outcome(variant, folder, log, 0, 1.0), **self.ends.get(variant.name, {})
         )
+
+    def facts(self, rank):
+        """Return the file of a rank for predictions: two ranks on one host, a bucket of 1 MB."""
+        ring = {"size": 2, "bytes": 1_000_000, "large_ms": 1.5, "small_ms": 0.5, "shard_ms": 1.5}
+        return {
+            **{"rank": rank, "world": 2, "restart": 0, "steps": 20, "host": "a", "backend": "nccl"},
+            **{
+                "forward_ms": 2.0,
+                "backward_ms": 4.0,
+                "exposed_ms": 1.0,
+                "optimizer_ms": 0.0,
+                "buckets": [1_000_000],
+            },
+            "rings": {"within": ring},
+            **self.rank,
+        }
 
     def left(self, variant, rank):
         counting = {
@@ -251,6 +271,56 @@ def test_where_no_counter_moves_nothing_more_is_run(machine, bench):
     assert found["verdict"] == "no feature did any work: both runs are the same program"
     assert f"ovpatch bench: {found['verdict']}" in texts.out
     assert "ddp: applied (a remark)" in texts.out
+
+
+def test_a_prediction_has_a_stock_run_before_all_others(machine, bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "steps.svg"
+    code, texts, found = bench(
+        *("--rounds", "1", "--what-if", "hosts=4,gpus=2,link=8Gbit", "--figure", str(figure))
+    )
+    assert code == 0, texts.err
+    assert names(machine) == ["facts", "stock-1", "patched-1"]
+    assert machine.ran[0].features == variants.STOCK
+    rows = [(row["hosts"], row["gpus"]) for row in found["what_if"]["rows"]]
+    assert rows == [(1, 1), (1, 2), (2, 2), (4, 2)]
+    # The slower rank takes 11 ms, of which 1 ms is exposed: the only bucket, 1 ms and two messages of 0.25 ms.
+    errors = found["what_if"]["errors"]
+    assert errors["stock"] == {"predicted_ms": pytest.approx(11.5), "measured_ms": 11.0}
+    assert errors["ddp"] == {"predicted_ms": pytest.approx(11.5), "measured_ms": 9.0}
+    assert "Predicted step by number of GPUs" in texts.out
+    assert "measured 9 ms, +27.8%" in texts.out
+    assert figure.exists()
+
+
+@pytest.mark.parametrize(
+    ("question", "complaint", "ran"),
+    [
+        ("hosts=two", "hosts=two is no integer", []),
+        # The rate of the link is known to be missing after the first run.
+        ("hosts=2", "Add for example link=200Gbit", ["facts"]),
+    ],
+)
+def test_a_prediction_that_is_not_possible_is_an_error_before_the_rounds(
+    machine, bench, question, complaint, ran
+):
+    code, texts, found = bench("--what-if", question)
+    assert (code, found) == (ExitCode.USAGE, None)
+    assert complaint in texts.err
+    assert names(machine) == ran
+
+
+def test_a_figure_needs_a_prediction(machine, bench):
+    code, texts, _ = bench("--figure", "steps.svg")
+    assert code == ExitCode.USAGE
+    assert "Give --what-if" in texts.err
+
+
+def test_a_prediction_needs_all_ranks(machine, bench):
+    machine.rank = {"world": 3}
+    code, texts, _ = bench("--what-if", "hosts=2,link=1Gbit")
+    assert code == ExitCode.UNDECIDED
+    assert "facts: 2 ranks took 20 steps, and the prediction needs all ranks" in texts.err
 
 
 def test_a_patched_run_that_fails(machine, bench):

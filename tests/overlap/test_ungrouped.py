@@ -62,7 +62,27 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
             finish(scatter(parts, [drawn(rank, size, dtype) for size in wholes]))
             finish(gather(gathered, [drawn(rank, size, dtype) for size in sizes]))
             found.append({"summed": summed, "parts": parts, "gathered": gathered, "kinds": kinds})
+            check_ring(gathered, sizes)
     return found
+
+
+def check_ring(gathered: list[torch.Tensor], sizes: list[int]) -> None:
+    """Check that ranks of several hosts gather the same in a ring, also in place, and broadcast nothing."""
+    rank = dist.get_rank()
+    ring = AllGather(group(), CPU, spans_hosts=True)
+    for is_in_place in (False, True):
+        outputs = [torch.zeros_like(full) for full in gathered]
+        shards = [
+            full.clone() for full in (full.chunk(dist.get_world_size())[rank] for full in gathered)
+        ]
+        if is_in_place:
+            places = [full.chunk(dist.get_world_size())[rank] for full in outputs]
+            for place, shard in zip(places, shards, strict=True):
+                place.copy_(shard)
+            shards = places
+        with mock.patch.object(collectives.Broadcast, "__call__", side_effect=AssertionError):
+            finish(ring(outputs, shards))
+        assert all(map(torch.equal, outputs, gathered)), (sizes, is_in_place)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -125,8 +133,16 @@ def read_clock_mhz(device: torch.device) -> int | None:
 
 
 def start_worker(orders: Orders) -> None:
-    """Start to measure this process; the orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``."""
-    worker = _Worker(orders.directory, **orders.details)
+    """Start to measure this process; the orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
+
+    With ``records_facts`` instead of ``count_flops``, the facts for predictions are measured instead of the steps.
+    """
+    details = dict(orders.details)
+    worker: _Worker | _FactsWorker
+    if details.pop("records_facts", False):
+        worker = _FactsWorker(orders.directory, **details)
+    else:
+        worker = _Worker(orders.directory, **details)
     worker.start()
     write_at_exit(worker.write_results)
 
@@ -215,6 +231,225 @@ class _Worker:
             "batch": self._batches.to_json(),
             "flops": choose_cheaper(self._flops) if self._flops else None,
         }
+
+
+class _FactsWorker:
+    """Records the facts of a step in stock PyTorch that ``scaling.py`` needs, and times all-reduces after the last one.
+
+    ``DistributedDataParallel`` itself times its forward, backward and communication, and knows its buckets.
+    """
+
+    def __init__(self, directory: Path, warmup: int, steps: int) -> None:
+        self._directory, self._warmup, self._last = directory, warmup, warmup + steps
+        self._ddp: DistributedDataParallel | None = None
+        self._times: list[dict[str, float]] = []
+        self._facts: dict[str, Any] = {}
+        self._optimizer = OptimizerClock()
+
+    def start(self) -> None:
+        self._optimizer.start()
+        self._steps = steps.StepCounter(self._directory, self._at_border)
+        self._steps.start_counting()
+
+    def _at_border(self, number: int) -> None:
+        self._optimizer.close_step(should_keep=number > self._warmup)
+        if number < self._warmup:
+            return
+        if number == self._warmup:
+            self._ddp = find_largest_ddp()
+            self._device = choose_device(self._steps.find_device())
+            self._facts = {
+                "rank": steps.get_rank(),
+                "world": steps.get_world_size(),
+                "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
+                "host": socket.gethostname(),
+                "backend": dist.get_backend() if dist.is_initialized() else "",
+            }
+            if self._ddp is not None:
+                self._ddp._set_ddp_runtime_logging_sample_rate(1)
+        elif self._ddp is not None:
+            self._times.append(read_ddp_times(self._ddp._get_ddp_logging_data()))
+        if number == self._last:
+            self._facts["rings"] = {}
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                buckets = list_bucket_bytes(self._ddp)
+                self._facts["rings"] = time_rings(self._device, max(buckets))
+            self.write_results()
+            steps.exit_with_peers(self._directory)
+
+    def write_results(self) -> None:
+        """Write the file once, if the last step was reached."""
+        if "rings" not in self._facts:
+            return
+        facts, self._facts = self._facts, {}
+        for name in ("forward_ms", "backward_ms", "exposed_ms"):
+            times = [step[name] for step in self._times if name in step]
+            facts[name] = median(times) if times else None
+        facts["optimizer_ms"] = self._optimizer.read_ms()
+        facts["buckets"] = list_bucket_bytes(self._ddp)
+        facts["steps"] = self._steps.count
+        worker_reports.save_json(self._directory / f"facts-{os.getpid()}.json", facts)
+
+
+class OptimizerClock:
+    """Times the calls of all optimizers in each step, on the device if there is one."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        # The marks of this step, two for each call: events of the device, or seconds.
+        self._marks: list[Any] = []
+        self._steps: list[list[Any]] = []
+
+    def start(self) -> None:
+        """Install the hooks, before the hook that closes steps."""
+
+        def mark(*_: object) -> None:
+            if torch.cuda.is_initialized():
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                self._marks.append(event)
+            else:
+                self._marks.append(time.perf_counter())
+
+        self._handles = [
+            register_optimizer_step_pre_hook(mark),
+            register_optimizer_step_post_hook(mark),
+        ]
+
+    def close_step(self, *, should_keep: bool) -> None:
+        """Close a step at its boundary; a step of the warm-up is not kept."""
+        if should_keep:
+            self._steps.append(self._marks)
+        self._marks = []
+
+    def read_ms(self) -> float | None:
+        """Return the median over the steps in ms, and remove the hooks; None without a complete step."""
+        for handle in self._handles:
+            handle.remove()
+        times = []
+        for marks in self._steps:
+            pairs = zip(marks[::2], marks[1::2], strict=True)
+            times.append(sum(self._measure(*pair) for pair in pairs))
+        return median(times) if times else None
+
+    def _measure(self, before: Any, after: Any) -> float:
+        if isinstance(before, float):
+            return float((after - before) * 1e3)
+        after.synchronize()
+        return float(before.elapsed_time(after))
+
+
+def find_largest_ddp() -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` with most parameters; None if there is none."""
+    # By type: isinstance() reads __class__, which makes lazy proxies load their objects.
+    found = [
+        cast("DistributedDataParallel", part)
+        for root in find_root_modules()
+        for part in root.modules()
+        if issubclass(type(part), DistributedDataParallel)
+    ]
+    return max(found, key=lambda ddp: sum(map(Tensor.numel, ddp.parameters())), default=None)
+
+
+def read_ddp_times(logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the times in ms that ``DistributedDataParallel`` logged for its last step, if it did.
+
+    ``exposed_ms`` is the communication that no backward hid.
+    """
+    names = {"forward_ms": "forward_compute_time", "backward_ms": "backward_compute_time"}
+    times = {name: logged[key] / 1e6 for name, key in names.items() if logged.get(key)}
+    if "backward_comm_time" in logged:
+        hidden = logged.get("backward_compute_comm_overlap_time", 0)
+        times["exposed_ms"] = (logged["backward_comm_time"] - hidden) / 1e6
+    return times
+
+
+#: The capacity of a bucket in stock PyTorch, in bytes.
+_BUCKET_BYTES: Final = 25 << 20
+
+
+def list_bucket_bytes(ddp: DistributedDataParallel | None) -> list[int]:
+    """Return the bytes of the buckets of a model; without a model, those of all trainable parameters in 25 MiB."""
+    if ddp is not None:
+        logged = ddp._get_ddp_logging_data()
+        sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+        return [int(size) for size in str(sizes).split(",")]
+    params = {
+        id(param): param
+        for module in find_outermost_modules()
+        for param in module.parameters()
+        if param.requires_grad
+    }
+    total = sum(param.numel() * param.element_size() for param in params.values())
+    return [min(_BUCKET_BYTES, total - done) for done in range(0, total, _BUCKET_BYTES)] or [1]
+
+
+def time_rings(device: torch.device, nbytes: int) -> dict[str, dict[str, Any]]:
+    """Return the times of all-reduces among the ranks of a host and across hosts; all ranks call this.
+
+    Args:
+        device: The device of the gradients.
+        nbytes: The size of the large all-reduce; the small one has 64 bytes.
+    """
+    world = dist.get_world_size()
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0) or world
+    if world % per_host:
+        per_host = world
+    rings = {"within": [range(first, first + per_host) for first in range(0, world, per_host)]}
+    if world > per_host:
+        rings["across"] = [range(place, world, per_host) for place in range(per_host)]
+    found = {}
+    for name, members in rings.items():
+        if len(members[0]) < 2:
+            continue
+        groups = [dist.new_group(list(ranks)) for ranks in members]
+        # Rings within hosts do not share links. Of those across hosts one gets the links for itself.
+        rank = dist.get_rank()
+        used = members if name == "within" else members[:1]
+        own = next((i for i, ranks in enumerate(used) if rank in ranks), None)
+        group = groups[own] if own is not None else None
+        times = {
+            "large_ms": _time_collective(dist.all_reduce, group, device, nbytes),
+            "small_ms": _time_collective(dist.all_reduce, group, device, 64),
+            "shard_ms": _time_collective(_exchange_shards, group, device, nbytes),
+        }
+        if own is not None:
+            found[name] = {"size": len(members[own]), "bytes": nbytes, **times}
+    return found
+
+
+def _exchange_shards(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Run an all-to-all and an all-gather, which together send as much as an all-reduce of the tensor."""
+    size = dist.get_world_size(group)
+    even = tensor[: len(tensor) // size * size]
+    dist.all_to_all_single(torch.empty_like(even), even, group=group)
+    parts = list(even.chunk(size))
+    dist.all_gather(parts, parts[0].clone(), group=group)
+
+
+def _time_collective(
+    collective: Callable[..., object],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    nbytes: int,
+) -> float:
+    """Return the median time of a collective in ms; ranks without a group only meet their peers."""
+    tensor = torch.zeros(max(dist.get_world_size(), nbytes // 4), device=device)
+    times = []
+    for _ in range(7):
+        _synchronize(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        if group is not None:
+            collective(tensor, group=group)
+            _synchronize(device)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return median(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 COMPILED = "the script compiles; compiled code does not pass through the counter"

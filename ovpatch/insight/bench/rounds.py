@@ -31,6 +31,9 @@ PEERS: Final = {
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     }
 }
+# The stock run for predictions, and its number of steps.
+FACTS: Final = "facts"
+_FACT_STEPS: Final = 10
 # A median of fewer steps would be noise.
 MIN_STEPS: Final = 5
 # The number of steps. Operations are counted in the last of them.
@@ -280,6 +283,38 @@ def run_rounds(plan: BenchPlan, progress: Progress) -> BenchRuns:
     few steps, StoppedError if a signal ended it, and NotStartedError if the command cannot be started.
     """
     return _Rounds(plan, progress).run_all()
+
+
+def measure_facts(plan: BenchPlan, progress: Progress) -> list[Mapping[str, Any]]:
+    """Run the command once in stock PyTorch, and return the facts of a step by rank, for predictions.
+
+    Raises FailedError and StoppedError as :func:`run_rounds`.
+    """
+    steps = min(plan.steps, _FACT_STEPS)
+    details = {"warmup": plan.warmup, "steps": steps, "records_facts": True}
+    progress.start_run(FACTS, 1)
+    run_variant = variants.run_variant if plan.nodes is None else plan.nodes.run_variant
+    outcome = run_variant(
+        Variant(FACTS, variants.STOCK, details),
+        plan.command,
+        WORKER,
+        plan.out,
+        timeout=plan.timeout,
+        progress=progress.show_step,
+    )
+    if outcome.interrupted:
+        raise StoppedError
+    if problem := _describe_problem(outcome, plan.timeout):
+        raise FailedError(f"{FACTS}: {problem}", STOCK, outcome)
+    ranks = _one_each(worker_reports.read_reports(outcome.folder, FACTS))
+    if not ranks or len(ranks) < ranks[0]["world"]:
+        raise FailedError(
+            f"{FACTS}: {len(ranks)} ranks took {plan.warmup + steps} steps, and the prediction needs all ranks. "
+            "Let the script take more steps, or lower --warmup",
+            STOCK,
+            outcome,
+        )
+    return ranks
 
 
 class _Rounds:

@@ -182,10 +182,15 @@ class GlooAllReduce:
 class GlooAllGather:
     """The implementation of :class:`AllGather` for backends that launch each tensor separately.
 
-    Each rank broadcasts its shard, which is the fastest way on gloo.
+    Within a host each rank broadcasts its shard, which is the fastest way on gloo. Over links, broadcasts
+    use one direction of a link at a time and send more bytes, so ranks of several hosts form a ring.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, spans_hosts: bool = False) -> None:
+        self._group = group
+        self._options = dist.distributed_c10d.AllgatherOptions()
+        self._options.asyncOp = True
+        self._spans_hosts = spans_hosts
         self._world = group.size()
         self._rank = group.rank()
         self._pool = BufferPool()
@@ -208,12 +213,14 @@ class GlooAllGather:
         large, small = _partition_by_size(outputs)
         works: list[Work] = []
         for i in large:
-            works += self._broadcast(rows_by_output[i])
+            works += self._gather_rows(outputs[i].view(-1), rows_by_output[i])
         if small:
             works.append(self._coalesce([rows_by_output[i] for i in small]))
         return works
 
-    def _broadcast(self, rows: Sequence[Tensor]) -> list[Work]:
+    def _gather_rows(self, output: Tensor, rows: Sequence[Tensor]) -> list[Work]:
+        if self._spans_hosts:
+            return [self._group._allgather_base(output, rows[self._rank], self._options)]
         return [broadcast(row) for broadcast, row in zip(self._broadcasts, rows, strict=True)]
 
     def _coalesce(self, rows_by_output: list[Sequence[Tensor]]) -> Work:
@@ -230,7 +237,7 @@ class GlooAllGather:
             _copy(targets, [rows[rank] for rows in staged for rank in peers])
             self._pool.put(flat)
 
-        return WorkWithEpilogue(self._broadcast(flat_rows.unbind()), unpack)
+        return WorkWithEpilogue(self._gather_rows(flat, flat_rows.unbind()), unpack)
 
 
 class GlooReduceScatter:
@@ -478,6 +485,8 @@ class AllGather:
         group: dist.ProcessGroup,
         device: torch.device,
         communicator: dist.ProcessGroup | None = None,
+        *,
+        spans_hosts: bool = False,
     ) -> None:
         # Transports belong to the group, not to the communicator.
         self._transport_group = group
@@ -490,7 +499,7 @@ class AllGather:
         self._blocking_options.asyncOp = False
         self._ungrouped: GlooAllGather | None = None
         if not _has_grouped_launches(group, device):
-            self._ungrouped = GlooAllGather(self._group)
+            self._ungrouped = GlooAllGather(self._group, spans_hosts=spans_hosts)
 
     def run(self, output: Tensor, part: Tensor) -> None:
         """Gather one tensor, and make the current stream wait for the result.

@@ -102,6 +102,12 @@ def find_host_layout(group: dist.ProcessGroup) -> HostLayout:
     return layout
 
 
+def spans_hosts(group: dist.ProcessGroup) -> bool:
+    """Return whether a group has ranks on several hosts, if its ranks have called :func:`find_host_layout`."""
+    layout: HostLayout | None = group_state(group).values.get(HostLayout)
+    return layout is not None and len(layout.ranks) > 1
+
+
 # --- communicators ---
 
 

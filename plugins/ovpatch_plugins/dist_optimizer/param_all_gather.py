@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue
+from ovpatch.overlap.comm.hosts import spans_hosts
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.step_communicators import step_communicator
 from ovpatch.overlap.comm.streams import (
@@ -173,7 +174,13 @@ class AllGatherBucket:
         self._world = holders.size()
         self._rank = holders.rank()
         self._device = params[0].device
-        self._all_gather = AllGather(group, self._device, communicator)
+        # A communicator of fewer ranks has the ranks of this host.
+        self._all_gather = AllGather(
+            group,
+            self._device,
+            communicator,
+            spans_hosts=self._world == group.size() and spans_hosts(group),
+        )
         self._labels = [
             profiler_label("dist_optimizer", phase, name) for phase in ("all_gather", "wait")
         ]
