@@ -351,9 +351,9 @@ def pool_rows(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[
 
 def make_table(results: list[dict[str, Any]]) -> str:
     """Return the table of all runs: a row for each layout and number of microbatches."""
-    header = ["hosts x ranks", "microbatches", "compute", "communication, stock → `ddp`"]
-    header += ["stock", "`ddp`", "`dist_optimizer`"]
-    header += ["under compute: stock, `ddp`, `dist_optimizer`", "bytes over a link / gradients"]
+    header = ["Hosts x ranks", "Microbatches", "Compute", "Communication, stock → `ddp`"]
+    header += ["Stock", "`ddp`", "`dist_optimizer`"]
+    header += ["Under compute: stock, `ddp`, `dist_optimizer`", "Bytes over a link / gradients"]
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join(['---'] * len(header))} |"]
     lines += [
         f"| {' | '.join(_make_cells(row, settings))} |" for row, settings in pool_rows(results)

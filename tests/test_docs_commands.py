@@ -62,6 +62,8 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "tests/insight/test_bench.py::test_a_script_on_two_ranks_is_measured": (
         "ovpatch bench -- torchrun --nproc-per-node 2 train.py",
+        "ovpatch bench --what-if hosts=16,gpus=8,link=200Gbit --figure steps.svg -- "
+        "torchrun --nproc-per-node 2 train.py",
     ),
     f"{TIMELINE}::test_a_whole_program_is_compared": (
         "ovpatch timeline --compare -- torchrun --nproc-per-node 2 train.py",

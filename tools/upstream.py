@@ -45,6 +45,7 @@ _PYTHON_NAMES: Final = {
     "_initializing",
     "_option_string_actions",
     "_path",
+    "_replace",
     "_value_",
 }
 _PRIVATE: Final = re.compile(r"_[A-Za-z]\w*\Z|_\d+\Z")

@@ -256,7 +256,7 @@ def test_leaving_out_can_be_turned_off(machine, bench):
     machine.counters = {"a": 1, "b": 2}
     _, texts, _ = bench("--rounds", "1", "--no-leave-one-out")
     assert names(machine) == ["stock-1", "patched-1"]
-    assert "--leave-one-out tells" in texts.out
+    assert "--leave-one-out shows" in texts.out
 
 
 def test_features_go_to_the_patched_runs(machine, bench):

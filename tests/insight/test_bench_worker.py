@@ -90,7 +90,7 @@ def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
         "reason": "",
     }
     assert (
-        "nothing in a step is a product"
+        "a step has no matrix product that torch can count"
         in bench_worker.choose_cheaper(list(counts(None, 0)))["reason"]
     )
 
@@ -115,7 +115,7 @@ def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
     ours = FlopCount()
     with FlopCounterMode(display=False):
         ours.start_counting()
-    assert "dispatch mode of its own" in ours.reason
+    assert "the script has its own dispatch mode" in ours.reason
     monkeypatch.setattr(bench_worker, "is_compiling", lambda: True)
     ours.start_counting()
     assert ours.reason == bench_worker.COMPILED
