@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -589,4 +590,20 @@ def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
 def test_the_template_stays_small():
     shortest = (TEMPLATE / "ovpatch_save_watch.py").read_text()
     assert len([line for line in shortest.splitlines()[1:] if line]) <= 10
-    assert len((TEMPLATE / "ovpatch_clip_watch.py").read_text().splitlines()) <= 40
+    assert len((TEMPLATE / "ovpatch_clip_watch.py").read_text().splitlines()) <= 41
+
+
+def test_the_counter_of_the_template_does_not_compile_again(monkeypatch):
+    import torch
+
+    monkeypatch.syspath_prepend(TEMPLATE)
+    template = importlib.import_module("ovpatch_clip_watch")
+    watched = template.watch(lambda x: x + 1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x: watched(x) * 2, backend="eager")
+    for _ in range(3):
+        compiled(torch.ones(2))
+        watched(torch.ones(2))
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1
+    assert template.COUNTERS.calls == 3

@@ -169,12 +169,16 @@ def say_needs_nccl(backend: str) -> str:
 class Counters(FeatureCounters):
     """Totals since the process started.
 
-    Attributes: models: Models that got our reducer. stock_models: Models that fell back to the
-        stock reducer. backwards: Backward passes whose gradients were reduced. collectives:
-        Gradient buckets that were all-reduced. collectives_in_backward: Gradient buckets whose
-        all-reduce started while backward was computing. bytes_reduced: Size of all reduced
-        buckets, in bytes. recovered: Backward passes that an exception ended and whose collectives
-        were completed later.
+    Attributes:
+        models: Models that got our reducer.
+        stock_models: Models that fell back to the stock reducer.
+        backwards: Backward passes whose gradients were reduced.
+        collectives: Gradient buckets that were all-reduced.
+        collectives_in_backward: Gradient buckets whose all-reduce started while backward was
+            computing.
+        bytes_reduced: Size of all reduced buckets, in bytes.
+        recovered: Backward passes that an exception ended and whose collectives were completed
+            later.
     """
 
     models: int = 0

@@ -148,7 +148,8 @@ class StepVotes:
     next rank reaches it, so a closed chain is no coincidence.
 
     Attributes:
-        reason: Why no rank of the group votes again; "" as long as ranks vote.
+        reason: Why no rank of the group votes again; "" as long as ranks vote. A warning and the
+            report show it for each optimizer that falls back.
         spans_groups: Whether some rank's optimizer of the last vote has models of several process
             groups.
         has_passed_peers: Whether peers step another optimizer by shards while this rank has voted
@@ -198,7 +199,10 @@ class StepVotes:
 
     @classmethod
     def for_group(cls, group: dist.ProcessGroup, device: torch.device) -> StepVotes:
-        """Return the votes of a group on a type of device, created by the first call."""
+        """Return the votes of a group on a type of device, created by the first call.
+
+        They last as long as the group, also beyond ``revert()`` and another ``apply()``.
+        """
         return group_state(group).get_or_create(
             (StepVotes, device.type), lambda: cls(group, device)
         )

@@ -115,7 +115,7 @@ OPTIONS: Final = (
     Option(
         "element_wise",
         "",
-        "More optimizer classes that are element-wise, so that they can update shards: "
+        "More optimizer classes that are element-wise, so that they can update shards. They are not checked: "
         "module.Class,module.Class.",
         values="classes, separated by commas",
     ),

@@ -59,7 +59,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class NamedClasses:
-    """Classes that the user has named, as ``module.Class``.
+    """Classes that the user has named, as ``module.Class``. No check follows: the user is trusted.
+
+    The ``step`` of each class is a target of a patch. A class of a module that is not imported yet
+    is patched after the import.
 
     Attributes:
         element_wise: Those that update each element by itself.
