@@ -215,9 +215,10 @@ def test_node_0_gets_the_files_of_all_nodes(runs, folders, index):
             ranks = variants.read_ranks(outcome.folder)
             names = [variants.name_process(pid, ranks) for pid in sorted(outcome.stacks)]
             assert names == ["rank 0 (process 7)", "rank 1 (process 7 of node 1)"]
-        assert not list(folders[1].glob("*/*")), "a follower keeps nothing"
 
     assert lead(runs, folders, check, index).end() == ("SAME", 0)
+    # A follower deletes a run after its last message, so node 0 may still see some of it.
+    assert not list(folders[1].glob("*/*")), "a follower keeps nothing"
 
 
 def test_the_node_that_fails_first_has_the_log(runs, folders, monkeypatch):

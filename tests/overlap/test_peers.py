@@ -379,7 +379,7 @@ def outside() -> None:
         peers.call("own", {"a": object()}, timeout_s=5)
     assert peers.call("own", {}, ranks=[]) == {}
     assert peers.call("own", {}, ranks=[dist.get_rank()]) == {dist.get_rank(): ({}, [])}
-    assert peers._timeout_s == 120  # the pool's
+    assert peers._timeout_s >= 120, "the timeout of the group, which the pool sets"
     dist.barrier()
 
 
