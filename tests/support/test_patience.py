@@ -23,6 +23,7 @@ def test_a_limit_grows_with_the_processes_of_a_core(load, cores, limit):
         mock.patch("os.cpu_count", return_value=cores),
     ):
         assert patience.scale(60) == limit
+        assert patience.scale(2) == 2, "it is meant to expire"
 
 
 def find_fixed_limits(source: str) -> list[int]:
