@@ -231,7 +231,8 @@ class load_another_kinds_state(Loop):
             self.opt.load_state_dict(state)
 
 
-@habit()
+# A thread that does not step gets a copy: dist_optimizer-reference.md, "Limits".
+@habit(without=("step_in_a_thread",))
 class unread_state_dict(Loop):
     """A ``state_dict`` is kept for some steps before the optimizer loads it."""
 

@@ -92,11 +92,18 @@ def leftovers(before: Snapshot, after: Snapshot) -> list[str]:
                 # Importing a submodule or a name on first use adds to a module; a class or a hook table never grows.
                 if not _is_module(owner) or _is_marked(now[key]):
                     found.append(f"{owner}.{key} was added: {_describe(now[key])}")
-            elif then[key] is not now[key] and not _is_from_dynamo(now[key]):
+            elif then[key] is not now[key] and not (
+                _is_from_dynamo(now[key]) or _is_hooked_by_torch(then[key], now[key])
+            ):
                 found.append(
                     f"{owner}.{key} was {_describe(then[key])} and is now {_describe(now[key])}"
                 )
     return found
+
+
+def _is_hooked_by_torch(then: Any, now: Any) -> bool:
+    """Return whether torch has wrapped a ``step`` for its profiler, as it does at a class's first instance."""
+    return bool(getattr(now, "hooked", False)) and getattr(now, "__wrapped__", None) is then
 
 
 def _owners() -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import scripts
+from tests.support import guard, scripts
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,3 +107,16 @@ def test_a_test_that_hangs_ends_the_run_with_its_stack(tmp_path, options):
     assert result.stderr.count("Timeout (0:") == 1, "it is not tried again"
     assert "in wait_for_ever" in result.stderr
     assert not options or "crashed while running 'test_suite.py::test_that_hangs'" in result.stdout
+
+
+def test_the_wrapper_that_torch_puts_around_each_step_is_no_patch():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    before = {"Own": dict(vars(Own))}
+    Own([torch.ones(1, requires_grad=True)])
+    assert vars(Own)["step"] is not before["Own"]["step"], "torch wraps it"
+    assert guard.leftovers(before, {"Own": dict(vars(Own))}) == []
+    Own.step = lambda self: None
+    assert len(guard.leftovers(before, {"Own": dict(vars(Own))})) == 1
