@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ovpatch
+from ovpatch.overlap.pipelining.orders import ORDERS
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
@@ -20,7 +21,7 @@ _SINGLE: Final = ("Schedule1F1B", "ScheduleGPipe")
 _LOOPS: Final = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
 # Torch cannot evaluate a model with these.
 _VEES: Final = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-_ORDERS: Final = ("as-given", "auto", "gpipe", "1f1b", "zb-h1", "zb-h2")
+_ORDERS: Final = ("as-given", "auto", *ORDERS)
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def _fixed_orders(problem: Problem) -> Iterator[tuple[str, Schedule]]:
         for name in ORDERS:
             schedule = build_order(name, ranks=ranks, microbatches=microbatches)
             yield name, schedule
-            if name in ("gpipe", "1f1b"):
+            if ORDERS[name].count_lag is None:
                 yield f"{name}, split", split_backwards(schedule)
     if placement == [*range(ranks), *reversed(range(ranks))]:
         yield "zb-v", build_vee_order(ranks=ranks, microbatches=microbatches)

@@ -32,13 +32,13 @@ _EARLY: Final = "1f1b, early sends"
 _ONE_BY_ONE: Final = "bidirectional"
 _DOUBLED: Final = "bidirectional, forwards doubled"
 _SETTINGS: Final = {
-    "gpipe": {},
-    "1f1b": {},
-    _EARLY: {"OVPATCH_PIPELINE": "1"},
     **{
-        name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
-        for name in ("zb-h1", "zb-h2")
+        name: {}
+        if order.is_torchs
+        else {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
+        for name, order in ORDERS.items()
     },
+    _EARLY: {"OVPATCH_PIPELINE": "1"},
     "zb-v": {"OVPATCH_PIPELINE": "1"},
     _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
     _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
@@ -148,9 +148,13 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
         ]
     if placement != "straight":
         return []
-    known = [(name, build_order(name, ranks=ranks, microbatches=microbatches)) for name in ORDERS]
-    # The engine runs 1F1B with each full backward split, so that input gradients are sent early.
-    known.insert(2, (_EARLY, split_backwards(dict(known)["1f1b"])))
+    known = []
+    for name in ORDERS:
+        order = build_order(name, ranks=ranks, microbatches=microbatches)
+        known.append((name, order))
+        if name == "1f1b":
+            # The engine splits each full backward of 1F1B, so that input gradients are sent early.
+            known.append((_EARLY, split_backwards(order)))
     return known
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ovpatch.overlap.pipelining.ir import (
@@ -15,8 +16,36 @@ from ovpatch.overlap.pipelining.ir import (
     find_source,
 )
 
-ORDERS: Final = ("gpipe", "1f1b", "zb-h1", "zb-h2")
-"""The fixed orders of :func:`build_order`."""
+
+@dataclass(frozen=True)
+class FixedOrder:
+    """An order for one stage per rank: forwards, then backwards and forwards in turns, then backwards.
+
+    Attributes:
+        count_warmup: Returns the number of forwards before the first backward, from the number of the stage, of
+            stages, and of microbatches. More than there are microbatches means all of them.
+        count_lag: Returns the number of microbatches by which W follows B on a stage. None: backwards are full.
+        is_torchs: Whether a class of torch has the order, so that it needs no option.
+    """
+
+    count_warmup: Callable[[int, int, int], int]
+    count_lag: Callable[[int], int] | None = None
+    is_torchs: bool = False
+
+
+# A row is all that a new order needs: the option, the planner, the solver and the races read it here.
+ORDERS: Final[Mapping[str, FixedOrder]] = {
+    "gpipe": FixedOrder(lambda stage, ranks, microbatches: microbatches, is_torchs=True),
+    "1f1b": FixedOrder(lambda stage, ranks, microbatches: ranks - stage, is_torchs=True),
+    "zb-h1": FixedOrder(
+        lambda stage, ranks, microbatches: ranks - stage, count_lag=lambda stage: stage
+    ),
+    "zb-h2": FixedOrder(
+        lambda stage, ranks, microbatches: 2 * (ranks - stage) - 1,
+        count_lag=lambda stage: 2 * stage,
+    ),
+}
+"""The fixed orders of :func:`build_order`, by name."""
 
 PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 """The placements of :func:`build_placement`."""
@@ -80,29 +109,20 @@ def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: The name is unknown, or a number is below 1.
     """
-    if name not in ORDERS:
+    order = ORDERS.get(name)
+    if order is None:
         raise ScheduleError(f"order {name!r} is unknown. Choose one of {', '.join(ORDERS)}.")
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(
             f"{ranks} ranks and {microbatches} microbatches make no order. Give 1 or more of both."
         )
-    if name == "gpipe":
-        return [
-            _interleave(stage, microbatches, warmup=microbatches, lag=None)
-            for stage in range(ranks)
-        ]
-    if name == "1f1b":
-        return [
-            _interleave(stage, microbatches, warmup=ranks - stage, lag=None)
-            for stage in range(ranks)
-        ]
-    if name == "zb-h1":
-        return [
-            _interleave(stage, microbatches, warmup=ranks - stage, lag=stage)
-            for stage in range(ranks)
-        ]
     return [
-        _interleave(stage, microbatches, warmup=2 * (ranks - stage) - 1, lag=2 * stage)
+        _interleave(
+            stage,
+            microbatches,
+            warmup=order.count_warmup(stage, ranks, microbatches),
+            lag=None if order.count_lag is None else order.count_lag(stage),
+        )
         for stage in range(ranks)
     ]
 

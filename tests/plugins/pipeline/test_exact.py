@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
+from ovpatch.overlap.pipelining.orders import ORDERS
 from tests.plugins.pipeline.cases import Case, Outcome, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
 from tests.support.rarely import ALL_CASES
@@ -64,7 +65,7 @@ MODELS = {
 
 def _list_orders() -> tuple[str, ...]:
     """Return all orders, and on more than two ranks those that differ most."""
-    every = ("as-given", "gpipe", "1f1b", "zb-h1", "zb-h2")
+    every = ("as-given", *ORDERS)
     return every if dist.get_world_size() == 2 or ALL_CASES else ("as-given", "1f1b", "zb-h2")
 
 

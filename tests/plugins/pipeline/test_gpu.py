@@ -25,6 +25,7 @@ from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.copy_messages import PointToPoint
 from ovpatch.overlap.pipelining import copied_messages
 from ovpatch.overlap.pipelining.edges import Slots
+from ovpatch.overlap.pipelining.orders import ORDERS
 from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from tests.plugins.pipeline.cases import (
     Case,
@@ -39,7 +40,7 @@ from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import fail
 
 SHAPE = (32, 256)
-ORDERS = ("as-given", "gpipe", "1f1b", "zb-h1", "zb-h2")
+ALL_ORDERS = ("as-given", *ORDERS)
 
 
 def _wide(_index: int) -> nn.Module:
@@ -83,7 +84,7 @@ def _cases(world: int) -> dict[str, tuple[Case, tuple[str, ...]]]:
     late: Callable[[int], nn.Module] = lambda index: Part(Sleep(index), Block(width=SHAPE[1]))  # noqa: E731
     found: dict[str, tuple[Case, tuple[str, ...]]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        found[f"1F1B {dtype}"] = Case(dtype=dtype, **one), ORDERS
+        found[f"1F1B {dtype}"] = Case(dtype=dtype, **one), ALL_ORDERS
         found[f"ZBV {dtype}"] = (
             Case("ScheduleZBVZeroBubble", vee=True, dtype=dtype, **several),
             ("as-given",),
