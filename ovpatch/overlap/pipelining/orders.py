@@ -33,7 +33,7 @@ class FixedOrder:
     is_torchs: bool = False
 
 
-# A row is all that a new order needs: the option, the planner, the solver and the races read it here.
+# The planner, the solver, the races and the fuzzer read new orders here. The option repeats the names.
 ORDERS: Final[Mapping[str, FixedOrder]] = {
     "gpipe": FixedOrder(lambda stage, ranks, microbatches: microbatches, is_torchs=True),
     "1f1b": FixedOrder(lambda stage, ranks, microbatches: ranks - stage, is_torchs=True),

@@ -292,3 +292,9 @@ def test_slots_with_which_ranks_end_that_stop_at_each_message():
     assert count_slots(orders, (0, 1, 0)) == 2, (
         "with one, 0F3 waits for rank 1, which waits to send 1F1"
     )
+
+
+def test_the_option_has_the_names_of_all_orders():
+    from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, SCHEDULES
+
+    assert (AS_GIVEN, AUTO, *ORDERS) == SCHEDULES
