@@ -84,7 +84,6 @@ WITHOUT_REMEDY = {
     "ovpatch: module 'ovpatch'": _LOOKED_UP,
     "ovpatch.hookspecs: expected {": _PARSED,
     "ovpatch.insight.bench.rounds: {variant.name}: {problem}": "the end of the run's output follows",
-    "ovpatch.insight.bench.rounds: facts: {problem}": "the end of the run's output follows",
     "ovpatch.insight.nodes: node 0 ended the meeting": "quotes the error of node 0 with its remedy",
     "ovpatch.overlap.kernels.autotuner: its ": "why a file of measurements is not used; it is written again",
     "ovpatch.patching.plan: {patch}: {found.error}": "quotes target.py, whose messages end with a remedy",

@@ -282,6 +282,7 @@ def _record(
 ) -> tuple[list[Recording], int]:
     """Run each variant and read its traces. A failed variant is shown up to its failure."""
     from ovpatch.insight import variants
+    from ovpatch.insight.nodes import choose_runner
 
     command = command_line.get_command(arguments.rest)
     wanted = _get_recorded_steps(arguments)
@@ -295,7 +296,7 @@ def _record(
             f"running {variant.name}, steps {wanted[0]} to {wanted[-1]} are recorded: "
             f"{' '.join(command)}"
         )
-        run_variant = variants.run_variant if nodes is None else nodes.run_variant
+        run_variant = choose_runner(nodes)
         outcome = run_variant(variant, command, _WORKER, output.folder, timeout=arguments.timeout)
         code = _judge(outcome) or code
         try:

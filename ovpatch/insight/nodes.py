@@ -249,6 +249,11 @@ def _name_missing(place: Place, came: Mapping[int | None, Sequence[str]]) -> str
 # --- node 0 ---
 
 
+def choose_runner(nodes: Leader | None) -> Callable[..., Outcome]:
+    """Return the function that runs a variant on all nodes, or on this node if there is no leader."""
+    return variants.run_variant if nodes is None else nodes.run_variant
+
+
 class Leader:
     """Node 0: it orders the runs of all nodes, and gets their files.
 

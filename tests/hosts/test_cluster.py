@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from tests.support.hosts import Cluster, hosts, reason_to_skip
+from tests.support.hosts import hosts
 
 # Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
 FRAMING_BYTES = 300_000
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if reason := reason_to_skip():
-        pytest.skip(reason)
-    with hosts(2, rate="1gbit") as made:
-        yield made
 
 
 # --- the test bed ---

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Cluster, hosts, reason_to_skip
 from tests.support.preloaded import Server
 from tests.support.rarely import RARELY
 
@@ -24,14 +23,6 @@ import sys
 from ovpatch.cli import main
 sys.exit(main.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if reason := reason_to_skip():
-        pytest.skip(reason)
-    with hosts(2, rate="1gbit") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

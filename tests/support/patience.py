@@ -10,14 +10,14 @@ import os
 from typing import Final
 
 # A shorter limit is meant to expire: the test is about something that hangs.
-_SHORTEST_S: Final = 30.0
+SHORTEST_S: Final = 30.0
 # Beyond this, a wait for something that hangs would outlast the run of all tests.
 _MOST_SHARES: Final = 20.0
 
 
 def scale(seconds: float) -> float:
     """Return a limit in seconds for this machine, from the limit for a quiet machine."""
-    if seconds < _SHORTEST_S:
+    if seconds < SHORTEST_S:
         return seconds
     last_minute, last_five, _ = os.getloadavg()
     shares = max(last_minute, last_five) / (os.cpu_count() or 1)

@@ -27,7 +27,7 @@ def test_a_limit_grows_with_the_processes_of_a_core(load, cores, limit):
 
 
 def find_fixed_limits(source: str) -> list[int]:
-    """Return the lines on which a call of subprocess or of a process has a number as its limit."""
+    """Return the lines on which a limit of a process is a number, or so short that it is not scaled."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -38,8 +38,17 @@ def find_fixed_limits(source: str) -> list[int]:
             or node.func.attr in ("communicate", "urlopen")
         )
         for keyword in node.keywords
-        if keyword.arg == "timeout" and isinstance(keyword.value, ast.Constant)
+        if keyword.arg == "timeout"
+        and (isinstance(keyword.value, ast.Constant) or is_unscaled(keyword.value))
     ]
+
+
+def is_unscaled(limit: ast.expr) -> bool:
+    """Return whether a limit is ``patience.scale()`` of a number that it returns as it is."""
+    if not isinstance(limit, ast.Call) or ast.unparse(limit.func) != "patience.scale":
+        return False
+    seconds = limit.args[0]
+    return isinstance(seconds, ast.Constant) and seconds.value < patience.SHORTEST_S
 
 
 def test_waits_for_processes_scale_their_limits():
@@ -48,6 +57,7 @@ def test_waits_for_processes_scale_their_limits():
         2,
     ]
     assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(60))\nrun(timeout=60)") == []
+    assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(20))") == [1]
     found = {
         str(path.relative_to(TESTS)): lines
         for path in sorted(TESTS.rglob("*.py"))

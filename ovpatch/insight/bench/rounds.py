@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import variants
-from ovpatch.insight.nodes import Leader
+from ovpatch.insight.nodes import Leader, choose_runner
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.session import worker_reports
 
@@ -293,19 +293,7 @@ def measure_facts(plan: BenchPlan, progress: Progress) -> list[Mapping[str, Any]
     steps = min(plan.steps, _FACT_STEPS)
     details = {"warmup": plan.warmup, "steps": steps, "records_facts": True}
     progress.start_run(FACTS, 1)
-    run_variant = variants.run_variant if plan.nodes is None else plan.nodes.run_variant
-    outcome = run_variant(
-        Variant(FACTS, variants.STOCK, details),
-        plan.command,
-        WORKER,
-        plan.out,
-        timeout=plan.timeout,
-        progress=progress.show_step,
-    )
-    if outcome.interrupted:
-        raise StoppedError
-    if problem := _describe_problem(outcome, plan.timeout):
-        raise FailedError(f"{FACTS}: {problem}", STOCK, outcome)
+    outcome = _run_variant(plan, progress, STOCK, Variant(FACTS, variants.STOCK, details))
     ranks = _one_each(worker_reports.read_reports(outcome.folder, FACTS))
     if not ranks or len(ranks) < ranks[0]["world"]:
         raise FailedError(
@@ -393,19 +381,9 @@ class _Rounds:
         variant = replace(variant or self._kinds[kind], name=name or f"{kind}-{number}")
         plan = self._plan
         self._progress.start_run(kind, number)
-        run_variant = variants.run_variant if plan.nodes is None else plan.nodes.run_variant
-        outcome = run_variant(
-            variant,
-            plan.command,
-            WORKER,
-            plan.out,
-            timeout=plan.timeout,
-            progress=self._progress.show_step,
-        )
+        outcome = _run_variant(plan, self._progress, kind, variant)
         measured = read_measured(outcome.folder)
-        if outcome.interrupted:
-            raise StoppedError
-        if problem := _describe_problem(outcome, plan.timeout) or _describe_too_few(measured, plan):
+        if problem := _describe_too_few(measured, plan):
             raise FailedError(f"{variant.name}: {problem}", kind, outcome)
         self._runs.done.append(BenchRun(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
@@ -423,6 +401,24 @@ class _Rounds:
             )
         self._progress.finish_run(measured)
         return outcome
+
+
+def _run_variant(plan: BenchPlan, progress: Progress, kind: str, variant: Variant) -> Outcome:
+    """Run a variant once; raise StoppedError or FailedError, as a run of this kind, if that failed."""
+    run_variant = choose_runner(plan.nodes)
+    outcome = run_variant(
+        variant,
+        plan.command,
+        WORKER,
+        plan.out,
+        timeout=plan.timeout,
+        progress=progress.show_step,
+    )
+    if outcome.interrupted:
+        raise StoppedError
+    if problem := _describe_problem(outcome, plan.timeout):
+        raise FailedError(f"{variant.name}: {problem}", kind, outcome)
+    return outcome
 
 
 def _describe_problem(outcome: Outcome, timeout: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import equality, variants
-from ovpatch.insight.nodes import Leader
+from ovpatch.insight.nodes import Leader, choose_runner
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import BY_FLOOR, ORDER, Finding, RunComparison, compare_runs
@@ -369,8 +369,7 @@ class _Verifier:
 
     def _run(self, variant: Variant) -> RecordedRun | _Answer:
         """Run a variant; return its records, or the conclusion if a signal interrupted it."""
-        nodes = self._request.nodes
-        run_variant = variants.run_variant if nodes is None else nodes.run_variant
+        run_variant = choose_runner(self._request.nodes)
         outcome = run_variant(
             variant,
             self._request.command,
