@@ -67,6 +67,7 @@ VARIANTS: Final = {
     "stock": Variant("stock"),
     "best": Variant("stock, best settings", ("--best",)),
     "ovpatch": Variant("ovpatch", features=""),
+    "ddp": Variant("ovpatch, `ddp` alone", features="ddp"),
     "dist_optimizer": Variant("ovpatch, `dist_optimizer`", features="+dist_optimizer"),
     "fsdp2": Variant("FSDP2", ("--fsdp2",)),
 }
@@ -118,6 +119,21 @@ _FULL: Final = {
     "trainer-llama-1.2b": Row(
         "HF Trainer, Llama 1.2B, compiled, 4 microbatches", "trainer_llama.py", "--size=1.2b",
         steps=8, packages=_TRAINER, is_compiled=True, has_fsdp2=True, max_together=3,
+    ),
+    "trainer-llama-1.2b-b4": Row(
+        "HF Trainer, Llama 1.2B, batch 4", "trainer_llama.py",
+        "--size=1.2b --batch=4 --length=1024 --accumulate=1",
+        steps=10, packages=_TRAINER, has_fsdp2=True, max_together=4,
+    ),
+    "trainer-llama-1.2b-b4-compiled": Row(
+        "HF Trainer, Llama 1.2B, batch 4, compiled", "trainer_llama.py",
+        "--size=1.2b --batch=4 --length=1024 --accumulate=1",
+        steps=10, packages=_TRAINER, is_compiled=True, has_fsdp2=True, max_together=4,
+    ),
+    "trainer-llama-1.2b-b4x4": Row(
+        "HF Trainer, Llama 1.2B, 4 microbatches of 4", "trainer_llama.py",
+        "--size=1.2b --batch=4 --length=1024 --accumulate=4",
+        steps=5, packages=_TRAINER, has_fsdp2=True, max_together=4,
     ),
     "trainer-llama-3.2b": Row(
         "HF Trainer, Llama 3.2B in bf16, compiled, 4 microbatches", "trainer_llama.py",
