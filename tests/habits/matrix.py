@@ -18,6 +18,7 @@ import ovpatch
 from ovpatch.insight.equality import FLOOR, Verdict
 from tests.habits.expected import Expected, find_expected
 from tests.habits.loop import Loop, combine, count_variants, family_of, load_habits
+from tests.support import patience
 from tests.support.equality import Comparison, compare
 from tests.support.failures import RankFailure
 from tests.support.pool import Pool
@@ -27,7 +28,8 @@ WORK: Final = {"ddp": "backwards", "dist_optimizer": "steps"}
 
 #: The number of cells that run under one apply(), and the seconds that one cell may take.
 _ROW_CELLS: Final = 60
-_CELL_TIMEOUT_S: Final = 20.0
+# The shortest limit that grows with the load of the machine.
+_CELL_TIMEOUT_S: Final = patience.SHORTEST_S
 
 #: Has the place of ``ovpatch`` in stock runs.
 _STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda: None)
