@@ -27,7 +27,7 @@ NOBODY = "00" * 32
 
 @pytest.fixture
 def server():
-    started = Server("test", [], lambda: False)
+    started = Server("test", [], lambda message: False)
     started.register("echo", lambda question: (question, [torch.ones(2)]))
     yield started
     started.finish()
@@ -88,7 +88,7 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
             under_way.pop()
         return question, []
 
-    servers = [Server(f"test {rank}", [], lambda: False) for rank in range(count)]
+    servers = [Server(f"test {rank}", [], lambda message: False) for rank in range(count)]
     for rank, server in enumerate(servers):
         server.register("echo", answer)
         if rank % 3:
@@ -141,7 +141,7 @@ def unused_port() -> int:
 @pytest.mark.parametrize("stale", ["nobody listens", "another one listens", "another secret"])
 def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, directory, stale):
     port = unused_port() if stale == "nobody listens" else server.endpoint.port
-    old = Server("old", [], lambda: True)
+    old = Server("old", [], lambda message: True)
     if stale == "another one listens":
         port = old.endpoint.port  # its group was destroyed
     directory.publish(1, replace(server.endpoint, secret=NOBODY, port=port))

@@ -102,7 +102,7 @@ class ShardedState(LazySource):
         self._shards = shards
         # Indices of the model's parameters by id().
         self._index = {id(param): index for index, param in enumerate(shards.params)}
-        self._final_reads = FinalReads(shards.group, len(shards.holders.peers))
+        self._final_reads = FinalReads(shards.group, shards.holders.peers)
 
         # - The tensors
         # This rank's shards.
