@@ -517,9 +517,23 @@ FAULTS: Final = (
     Fault(
         "retention: a rank drops shards that a slower peer reads",
         "ovpatch/overlap/peer_rpc/retention.py",
-        "if len(self._finished_ranks) < self._num_peers:",
+        "if self.list_awaited():",
         "if False:",
         ("tests/overlap/test_retention.py",),
+    ),
+    Fault(
+        "retention: a rank that has destroyed its group serves no final call",
+        _RPC + "rpc.py",
+        "    return not retention.has_retained(group())",
+        "    return True",
+        ("tests/overlap/test_peers_end.py::test_so_it_does_if_the_group_was_destroyed_before",),
+    ),
+    Fault(
+        "retention: a rank that has destroyed its group exits before the final calls",
+        _RPC + "rpc.py",
+        "            ranks = self._list_awaited()",
+        "            ranks = []",
+        ("tests/overlap/test_peers_end.py::test_so_it_does_if_the_group_was_destroyed_before",),
     ),
     Fault(
         "retention: objects outlive their backwards",

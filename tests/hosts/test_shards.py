@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ovpatch
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm.lifetimes import group_state, is_destroyed, reset_after_fork
 
-
 # The name of the argument by which a rank marks its final call. The value is its group rank.
 _MARK: Final = "last of"
 
