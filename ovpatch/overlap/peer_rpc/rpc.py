@@ -249,9 +249,9 @@ def _should_refuse(
 ) -> bool:
     """Return whether a server refuses a message, or all messages if it is None.
 
-    A rank that has destroyed its group refuses calls, see [Note: stale endpoints]. But a rank that
-    has turned a feature off, and then destroyed the group, has told no peer. So it serves the final
-    calls of peers. At exit, it serves all calls.
+    A rank that has destroyed its group refuses calls, see [Note: stale endpoints]. But a rank may
+    turn a feature off and destroy the group before its peers have read, so it serves their final
+    calls. At exit, it serves all calls.
     """
     if _is_exiting or not endpoints.is_destroyed():
         return False

@@ -47,7 +47,7 @@ NEXT = {"": nothing, "destroy": destroy, "destroy, start another": destroy_and_s
 
 
 def turned_off(first: int, after: str, *, patched: bool) -> list[Any]:
-    """Return state and gradients after the end; all ranks but one end when that one has gone on."""
+    """Return state and gradients after the end; all ranks but the first end later, when it has continued."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     features = ovpatch.applied("ddp", "dist_optimizer", options=OPTIONS)
     is_first = dist.get_rank() == first
