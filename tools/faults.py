@@ -536,6 +536,20 @@ FAULTS: Final = (
         ("tests/overlap/test_peers_end.py::test_so_it_does_if_the_group_was_destroyed_before",),
     ),
     Fault(
+        "a call waits for a store whose host cannot be reached",
+        _RPC + "client.py",
+        "found = results.get(timeout=timeout_s)",
+        "found = results.get()",
+        ("tests/overlap/test_peers_server.py::test_a_store_that_never_replies_ends_no_later_than_the_call",),
+    ),
+    Fault(
+        "a state dict replaces the tensors into which a loader writes",
+        _DIST + "state_dicts.py",
+        "                    value.data = kept\n",
+        "                    shown[name] = kept\n",
+        ("tests/plugins/dist_optimizer/test_state.py::test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict",),
+    ),
+    Fault(
         "retention: objects outlive their backwards",
         "ovpatch/overlap/peer_rpc/retention.py",
         "        retained.remaining_backwards -= 1\n",
