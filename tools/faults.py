@@ -540,14 +540,19 @@ FAULTS: Final = (
         _RPC + "client.py",
         "found = results.get(timeout=timeout_s)",
         "found = results.get()",
-        ("tests/overlap/test_peers_server.py::test_a_store_that_never_replies_ends_no_later_than_the_call",),
+        (
+            "tests/overlap/test_peers_server.py::test_a_store_that_never_replies_ends_no_later_than_the_call",
+        ),
     ),
     Fault(
         "a state dict replaces the tensors into which a loader writes",
-        _DIST + "state_dicts.py",
+        _SHARDING + "state_dicts.py",
         "                    value.data = kept\n",
         "                    shown[name] = kept\n",
-        ("tests/plugins/dist_optimizer/test_state.py::test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict",),
+        (
+            _SHARDING_TESTS
+            + "test_state.py::test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict",
+        ),
     ),
     Fault(
         "retention: objects outlive their backwards",

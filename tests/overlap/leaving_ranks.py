@@ -62,7 +62,7 @@ class Shards:
 
 
 def destroyed_first(rank: int, store: dist.Store) -> None:
-    """Ranks 1 and 2 read from each other for the last time, then destroy the group without a word; rank 2 is late."""
+    """Ranks 1 and 2 read from each other for the last time, then destroy the group silently; rank 2 is late."""
     peers = begin(rank, store)
     group = dist.distributed_c10d._get_default_group()
     pair = [1, 2] if rank else []
@@ -80,8 +80,8 @@ def destroyed_first(rank: int, store: dist.Store) -> None:
     del shards
     if rank == 2:
         time.sleep(LATE_S)
-    others = [peer for peer in pair if peer != rank]
-    replies = peers.call("shards", reads.mark_final({}), others)
+    callees = [peer for peer in pair if peer != rank]
+    replies = peers.call("shards", reads.mark_final({}), callees)
     assert all(header == {"is there": True} for header, _ in replies.values()), replies
     dist.destroy_process_group()
 
