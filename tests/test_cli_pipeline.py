@@ -282,6 +282,26 @@ def test_a_command_or_a_question_is_needed(command, monkeypatch):
     assert "Unset it" in err
 
 
+@pytest.mark.parametrize(
+    ("line", "env", "count"),
+    [
+        ("torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 train.py", {}, "2"),
+        ("torchrun --nnodes 2:4 --rdzv-backend etcd train.py", {}, "several"),
+        ("torchrun train.py", {"PET_NNODES": "3", "PET_MASTER_ADDR": "h"}, "3"),
+        ("env", {"WORLD_SIZE": "8", "RANK": "1", "MASTER_ADDR": "h"}, "8"),
+    ],
+)
+def test_a_command_of_several_nodes_is_an_error_with_the_remedy(
+    command, monkeypatch, line, env, count
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = command("--", *line.split())
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert f"the command is one of {count} nodes, and this subcommand measures" in err
+    assert "OVPATCH_PIPELINE_SCHEDULE=auto on all nodes" in err
+
+
 def test_the_line_to_set_begins_with_the_schedule():
     line = pipeline_plan.write_setting({"memory_limit": "2x", "schedule": "auto"})
     assert line.endswith("OVPATCH_PIPELINE_SCHEDULE=auto OVPATCH_PIPELINE_MEMORY_LIMIT=2x")

@@ -517,9 +517,42 @@ FAULTS: Final = (
     Fault(
         "retention: a rank drops shards that a slower peer reads",
         "ovpatch/overlap/peer_rpc/retention.py",
-        "if len(self._finished_ranks) < self._num_peers:",
+        "if self.list_awaited():",
         "if False:",
         ("tests/overlap/test_retention.py",),
+    ),
+    Fault(
+        "retention: a rank that has destroyed its group serves no final call",
+        _RPC + "rpc.py",
+        "    return not retention.has_retained(group())",
+        "    return True",
+        ("tests/overlap/test_peers_end.py::test_so_it_does_if_the_group_was_destroyed_before",),
+    ),
+    Fault(
+        "retention: a rank that has destroyed its group exits before the final calls",
+        _RPC + "rpc.py",
+        "            ranks = self._list_awaited()",
+        "            ranks = []",
+        ("tests/overlap/test_peers_end.py::test_so_it_does_if_the_group_was_destroyed_before",),
+    ),
+    Fault(
+        "a call waits for a store whose host cannot be reached",
+        _RPC + "client.py",
+        "found = results.get(timeout=timeout_s)",
+        "found = results.get()",
+        (
+            "tests/overlap/test_peers_server.py::test_a_store_that_never_replies_ends_no_later_than_the_call",
+        ),
+    ),
+    Fault(
+        "a state dict replaces the tensors into which a loader writes",
+        _SHARDING + "state_dicts.py",
+        "                    value.data = kept\n",
+        "                    shown[name] = kept\n",
+        (
+            _SHARDING_TESTS
+            + "test_state.py::test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict",
+        ),
     ),
     Fault(
         "retention: objects outlive their backwards",

@@ -49,6 +49,11 @@ _COSTS: Final = {
 }
 _WORDS: Final = ("p", "m", "memory", "placement", *_COSTS)
 _SWITCH: Final = "OVPATCH_PIPELINE"
+_ERROR_NODES: Final = (
+    "the command is one of {}, and this subcommand measures the ranks of one node. Give a command "
+    "of one node; or set OVPATCH_AUTO=1, OVPATCH_PIPELINE=1 and OVPATCH_PIPELINE_SCHEDULE=auto on "
+    "all nodes and start it without this subcommand, and ranks race the orders while they train."
+)
 _VARIANT: Final = "measured"
 _say: Final = partial(command_line.say, _FEATURE)
 
@@ -116,6 +121,7 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         raise SettingsError("OVPATCH, or OVPATCH_PIPELINE, turns the feature off. Unset it.")
     command_line.warn_of_near_misses(environment, _FEATURE)
     command_line.check_folder(arguments.out)
+    _check_nodes(command)
     command_line.check_command(command)
     with command_line.open_folder(arguments.out) as out:
         plan_file = (out / _VARIANT / pipeline_plan.PLAN).absolute()
@@ -153,6 +159,19 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         pipeline_plan.draw_order(timeline, title, "ms", arguments.picture)
         _say(f"written: {arguments.picture}")
     return ExitCode.OK
+
+
+def _check_nodes(command: Sequence[str]) -> None:
+    """Raise an error if the command trains on several nodes: no other node would end with the races here."""
+    from ovpatch.insight import node_place
+
+    try:
+        place = node_place.find_place(command)
+    except SettingsError:
+        # The nodes of such a job cannot know where to meet, but there are several.
+        raise SettingsError(_ERROR_NODES.format("several nodes")) from None
+    if place is not None:
+        raise SettingsError(_ERROR_NODES.format(f"{place.count} nodes"))
 
 
 def _show_step(step: int) -> None:

@@ -149,3 +149,30 @@ def test_ddp_sends_two_sums_over_each_link_at_most(cluster, per_host):
         with cluster.ranks(per_host, train, ("ddp",), {"ddp": {"hierarchical": "off"}}) as job:
             flat = job.results()
         assert all(result[0] > 1.5 * nbytes for result in flat), (nbytes, flat)
+
+
+# --- the end ---
+
+
+def outlive_the_feature(late: int) -> list[bool]:
+    """Turn the feature off on one rank when all others have returned; return which state is full."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    options = {"dist_optimizer": {"min_param_numel": 8, "shard_over": "world"}}
+    with ovpatch.applied("ddp", "dist_optimizer", options=options):
+        wrapped = DistributedDataParallel(model())
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            wrapped(torch.ones(2, 700) * (rank + 1)).square().mean().backward()
+            optimizer.step()
+        if rank == late:
+            store.wait([f"off {peer}" for peer in range(4) if peer != late])
+    store.set(f"off {rank}", "")
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return [type(tensor) is torch.Tensor and bool(tensor.isfinite().all()) for tensor in tensors]
+
+
+def test_a_late_rank_reads_from_ranks_whose_programs_have_ended(cluster):
+    with cluster.ranks(2, outlive_the_feature, 3) as job:
+        assert job.results() == [[True] * 18] * 4

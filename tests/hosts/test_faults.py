@@ -6,10 +6,11 @@ tests need ``ALL_CASES=1``.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -130,6 +131,72 @@ def test_a_slow_host_and_a_pause_only_cost_time_and_a_dead_host_ends_the_step(cl
         assert result["difference"] <= 1e-5
         assert result["error"] != "no error"
         assert result["seconds"] <= TIMEOUT_S + 10, result
+
+
+# --- a link that stays down ---
+
+# The features of a job, and the options of dist_optimizer; none for stock PyTorch.
+JOBS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "stock": ((), {}),
+    "ddp": (("ddp",), {}),
+    "by host": (FEATURES, {"shard_over": "host"}),
+    "world": (FEATURES, {"shard_over": "world"}),
+}
+
+
+def train_until_the_link_is_down(name: str, folder: Path) -> dict[str, Any]:
+    """Train until a step fails; report its error, and the error of a read of the state after it."""
+    features, options = JOBS[name]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    rank = dist.get_rank()
+    if features:
+        ovpatch.apply(*features, options={"dist_optimizer": {"min_param_numel": 8} | options})
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(DOWN):
+        train(model, optimizer, step)
+    (folder / f"done {name} {rank}").touch()
+    wait_for(folder / f"go {name}")
+    found: dict[str, Any] = {}
+
+    def attempt(what: str, action: Callable[[], object]) -> None:
+        begin, error = time.monotonic(), "no error"
+        try:
+            action()
+        except Exception as failure:  # noqa: BLE001 - the test judges it
+            error = f"{type(failure).__name__}: {failure}"
+        found[what] = error, time.monotonic() - begin
+
+    def take_steps() -> None:
+        for step in range(DOWN, DOWN + 2):
+            train(model, optimizer, step)
+            [float(param.sum()) for param in model.parameters()]
+
+    attempt("step", take_steps)
+    attempt("state", lambda: copy.deepcopy(optimizer.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_link_that_stays_down_ends_the_step_of_every_rank(cluster, tmp_path, name):
+    with cluster.ranks(2, train_until_the_link_is_down, name, tmp_path) as job:
+        for rank in range(4):
+            wait_for(tmp_path / f"done {name} {rank}")
+        cluster.set_link(1, up=False)
+        (tmp_path / f"go {name}").touch()
+        results = job.results(3 * TIMEOUT_S + 60)
+    for rank, result in enumerate(results):
+        assert isinstance(result, dict), (rank, result)
+        error, seconds = result["step"]
+        assert error != "no error", (rank, result)
+        assert seconds <= TIMEOUT_S + 10, (rank, result)
+        # A host has all state that it needs, unless state is sharded over all hosts.
+        error, seconds = result["state"]
+        assert seconds <= TIMEOUT_S + 10, (rank, result)
+        if name != "world":
+            assert error == "no error", (rank, result)
+        else:
+            assert "(host host" in error, (rank, result)
 
 
 def differ(what: str) -> str:

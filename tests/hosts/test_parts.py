@@ -54,8 +54,6 @@ def train_in_part(members):
         stock = train(group)
         with ovpatch.applied("ddp", "dist_optimizer", options=options):
             patched = train(group)
-            # No rank may drop its shards while a peer reads them.
-            dist.barrier(group)
             sharded = COUNTERS.grads_sharded
             report = [*map(str, ddp_report.REMARKS), *list_remarks()]
         options["dist_optimizer"]["shard_over"] = "host"

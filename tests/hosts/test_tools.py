@@ -109,13 +109,18 @@ def test_a_node_without_a_route_to_node_0_says_so(cluster, start):
 
 @RARELY
 def test_bench_times_all_ranks(start, tmp_path):
-    steps = ("--rounds", "1", "--steps", "5", "--warmup", "3", "--json", "{host}")
+    question = ("--what-if", "hosts=4,gpus=2,link=1Gbit")
+    steps = ("--rounds", "1", "--steps", "5", "--warmup", "3", "--json", "{host}", *question)
     leader, follower = start("bench", {}, *steps)
     assert leader[0] == follower[0] == 0, (leader, follower)
-    runs = read_only_file(tmp_path)["runs"]
+    found = read_only_file(tmp_path)
+    runs = found["runs"]
     assert [run["kind"] for run in runs] == ["stock", "patched"]
     assert all((run["measured"]["world"], run["measured"]["missing"]) == (4, []) for run in runs)
     assert "this node saw" not in leader[1]
+    # The prediction starts from the hosts and ranks of both nodes.
+    rows = [(row["hosts"], row["gpus"]) for row in found["what_if"]["rows"]]
+    assert rows == [(1, 1), (1, 2), (2, 2), (4, 2)]
     assert "node 0 (host0) concluded: " in follower[1]
 
 

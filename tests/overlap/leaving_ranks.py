@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -19,6 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 WORLD = 3
@@ -52,6 +54,35 @@ def asks_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
 def before_destruction(rank: int, store: dist.Store) -> None:
     asks_last(2, rank, store)
     PeerRpc.shutdown_all()
+    dist.destroy_process_group()
+
+
+class Shards:
+    """The object that peers read."""
+
+
+def destroyed_first(rank: int, store: dist.Store) -> None:
+    """Ranks 1 and 2 read from each other for the last time, then destroy the group silently; rank 2 is late."""
+    peers = begin(rank, store)
+    group = dist.distributed_c10d._get_default_group()
+    pair = [1, 2] if rank else []
+    reads, shards = FinalReads(group, pair), Shards()
+    holder = weakref.ref(shards)
+
+    def answer(question: dict[str, object]) -> tuple[dict[str, object], list[torch.Tensor]]:
+        is_there = holder() is not None
+        reads.record_call(question)
+        return {"is there": is_there}, []
+
+    peers.register("shards", answer)
+    dist.barrier()
+    reads.start_final_calls(shards)
+    del shards
+    if rank == 2:
+        time.sleep(LATE_S)
+    callees = [peer for peer in pair if peer != rank]
+    replies = peers.call("shards", reads.mark_final({}), callees)
+    assert all(header == {"is there": True} for header, _ in replies.values()), replies
     dist.destroy_process_group()
 
 
@@ -92,6 +123,7 @@ CASES: dict[str, Callable[[int, dist.Store], object]] = {
     "last_is_0": partial(asks_last, 0),
     "last_is_2": partial(asks_last, 2),
     "before_destruction": before_destruction,
+    "destroyed_first": destroyed_first,
     "two_groups": two_groups,
     "one_raises": partial(ends_late, 1, crash),
     "one_is_killed": partial(ends_late, 1, lambda: os.kill(os.getpid(), signal.SIGKILL)),

@@ -40,6 +40,12 @@ def test_so_it_does_before_the_group_is_destroyed(ends):
     assert [code for code, _ in ends["before_destruction"]] == [0, 0, 0]
 
 
+def test_so_it_does_if_the_group_was_destroyed_before(ends):
+    assert [code for code, _ in ends["destroyed_first"]] == [0, 0, 0]
+    # It does not wait once nothing is left to read.
+    assert max(seconds for _, seconds in ends["destroyed_first"]) < 30
+
+
 # Limits are far below the five minutes that a rank waits for one that is alive, and far above what it takes.
 @pytest.mark.parametrize(
     ("case", "codes"),

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ NOBODY = "00" * 32
 
 @pytest.fixture
 def server():
-    started = Server("test", [], lambda: False)
+    started = Server("test", [], lambda message: False)
     started.register("echo", lambda question: (question, [torch.ones(2)]))
     yield started
     started.finish()
@@ -88,7 +89,7 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
             under_way.pop()
         return question, []
 
-    servers = [Server(f"test {rank}", [], lambda: False) for rank in range(count)]
+    servers = [Server(f"test {rank}", [], lambda message: False) for rank in range(count)]
     for rank, server in enumerate(servers):
         server.register("echo", answer)
         if rank % 3:
@@ -141,7 +142,7 @@ def unused_port() -> int:
 @pytest.mark.parametrize("stale", ["nobody listens", "another one listens", "another secret"])
 def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, directory, stale):
     port = unused_port() if stale == "nobody listens" else server.endpoint.port
-    old = Server("old", [], lambda: True)
+    old = Server("old", [], lambda message: True)
     if stale == "another one listens":
         port = old.endpoint.port  # its group was destroyed
     directory.publish(1, replace(server.endpoint, secret=NOBODY, port=port))
@@ -155,6 +156,25 @@ def test_a_stale_address_without_a_successor_ends_in_time_with_the_reason(server
     assert echo(directory, 0.3).list_pending() == {1: "cannot be reached: Connection refused"}
     directory.publish(1, replace(server.endpoint, secret=NOBODY))
     assert "cannot be reached: " in echo(directory, 0.3).list_pending()[1]
+
+
+@pytest.mark.parametrize("should_retry", [True, False])
+def test_a_store_that_never_replies_ends_no_later_than_the_call(
+    server, directory, monkeypatch, should_retry
+):
+    """The link to the host of the store is down, so its client waits forever."""
+    directory.publish(1, server.endpoint)
+    is_over = threading.Event()
+    # It has no rank at the end.
+    stuck = SimpleNamespace(check=lambda keys: not is_over.wait())
+    monkeypatch.setattr(client, "group_store", lambda group: stuck)
+    inquiry = echo(directory, 0.3, should_retry=should_retry)
+    found = inquiry.list_pending() if should_retry else inquiry.failures
+    assert found == {1: "cannot be reached: the store that has its address does not reply"}
+    # A rank that was reached before is known.
+    directory.verified[1] = server.endpoint
+    assert echo(directory).replies
+    is_over.set()
 
 
 def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, directory):
@@ -218,7 +238,7 @@ def test_a_card_is_plain_text_in_the_store(server, directory):
         json.loads(client.group_store(None).get("ovpatch/peers/2/1"))["port"]
         == asdict(server.endpoint)["port"]
     )
-    assert directory.look_up(0) is None
+    assert directory.look_up(0, 60) is None
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_is():

@@ -80,16 +80,20 @@ def fake_hosts(per_host: int | Sequence[int]) -> Iterator[None]:
     import torch.distributed as dist
 
     from ovpatch.overlap.comm import consensus
-    from ovpatch.overlap.comm import hosts as own
 
-    rank = dist.get_rank()
-    host = rank // per_host if isinstance(per_host, int) else per_host[rank]
-    # The module of hosts has its own name of the function.
-    patches = [
-        mock.patch.object(module, "identify_host", return_value=f"host{host} boot")
-        for module in (consensus, own)
-    ]
-    with patches[0], patches[1]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    by_rank = (
+        [rank // per_host for rank in range(world)] if isinstance(per_host, int) else list(per_host)
+    )
+    place = {
+        "LOCAL_RANK": str(by_rank[:rank].count(by_rank[rank])),
+        "LOCAL_WORLD_SIZE": str(by_rank.count(by_rank[rank])),
+    }
+    with (
+        mock.patch.object(consensus, "identify_host", return_value=f"host{by_rank[rank]} boot"),
+        # Launchers number the ranks of a host consecutively.
+        mock.patch.dict(os.environ, place if by_rank == sorted(by_rank) else {}),
+    ):
         yield
 
 
@@ -383,10 +387,7 @@ def _rank_main(
     else:
         sender.send(result)
     sender.close()
-    # Threads of gloo may wait for a peer that has exited, and the exit handlers are not what is tested.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    # The exit handlers of the process run now, as after a script: a rank serves its peers until they have finished.
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -19,7 +19,16 @@ def await_others(sign: str) -> None:
 
     The function polls the store, because a wait in the store would block this rank's other threads from using it.
     """
+    _await(sign, [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()])
+
+
+def await_rank(rank: int, sign: str) -> None:
+    """Return when a rank has given a sign; see :func:`await_others`."""
+    _await(sign, [rank])
+
+
+def _await(sign: str, ranks: list[int]) -> None:
     store = fresh_store("signs")
-    keys = [f"{sign} of {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    keys = [f"{sign} of {rank}" for rank in ranks]
     while not store.check(keys):
         time.sleep(0.005)

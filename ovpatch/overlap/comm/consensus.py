@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
+import os
 import socket
 import time
 import uuid
@@ -163,29 +164,77 @@ def identify_host() -> str:
     return " ".join([socket.gethostname(), *([boot.read_text().strip()] if boot.exists() else [])])
 
 
-class _HostNames(dict[int, str]):
-    """The host names of the ranks of one group, by global rank; empty unless several are known."""
+class HostNames(dict[int, str]):
+    """The host names of the ranks of one group, by global rank; empty unless several are known.
 
-
-def known_hosts(group: dist.ProcessGroup) -> dict[int, str]:
-    """Return the host names of a group's ranks, by global rank; empty unless several are known.
-
-    :func:`keep_hosts` fills this object when ranks have exchanged the names, so an error can name
-    hosts without a message.
+    Attributes:
+        identifiers: The results of :func:`identify_host`, by group rank; None before the ranks
+            have agreed on anything.
     """
-    names: dict[int, str] = group_state(group).get_or_create(_HostNames, _HostNames)
-    return names
+
+    identifiers: Sequence[str] | None = None
 
 
-def keep_hosts(group: dist.ProcessGroup, identifiers: Sequence[str]) -> None:
-    """Keep the hosts of a group's ranks for errors.
+def known_hosts(group: dist.ProcessGroup) -> HostNames:
+    """Return the hosts of a group's ranks.
 
-    Args:
-        group: The process group.
-        identifiers: The result of :func:`identify_host` on each group rank.
+    The first agreement of the ranks fills this object, so an error can name hosts without a
+    message.
     """
+    return group_state(group).get_or_create(HostNames, HostNames)
+
+
+def find_hosts(group: dist.ProcessGroup) -> Sequence[str]:
+    """Return the result of :func:`identify_host` on each group rank.
+
+    All ranks make the first call together. It sends no message if they have agreed on anything
+    before.
+
+    Raises:
+        RankMismatchError: A rank did not reply in time.
+    """
+    hosts = known_hosts(group)
+    if hosts.identifiers is None:
+        if group.size() == 1 or dist.get_backend(group) == "fake":
+            return [identify_host()] * group.size()
+        _Round(group, "hosts", group_timeout_s(group)).run({})
+    assert hosts.identifiers is not None, "all ranks have the same version of ovpatch"
+    return hosts.identifiers
+
+
+def _keep_hosts(group: dist.ProcessGroup, identifiers: Sequence[str]) -> None:
+    hosts = known_hosts(group)
+    # One host is sent once.
+    hosts.identifiers = identifiers if len(identifiers) > 1 else [identifiers[0]] * group.size()
     ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
-    known_hosts(group).update(_name_hosts(ranks, identifiers))
+    hosts.update(_name_hosts(ranks, hosts.identifiers))
+
+
+def _list_node_ranks() -> list[int]:
+    """Return the global ranks that the launcher has started on this node; [] if it does not say."""
+    try:
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, local_rank, count = (int(os.environ[name]) for name in names)
+    except (KeyError, ValueError):
+        return []
+    # A script may start its ranks itself.
+    if rank != dist.get_rank() or not 0 <= local_rank < count:
+        return []
+    first = rank - local_rank
+    return list(range(first, first + count))
+
+
+def _guess_hosts(replies: Iterable[Mapping[str, Any]], ranks: Iterable[int]) -> dict[int, str]:
+    """Return the host names of global ranks from the replies of some; {} if there is one host.
+
+    A rank that has not replied is on the host of those that the launcher has started with it.
+    """
+    hosts = {
+        rank: str(reply["host"]).partition(" ")[0]
+        for reply in replies
+        for rank in reply.get("node", ())
+    }
+    return hosts if len({hosts.get(rank) for rank in ranks}) > 1 else {}
 
 
 def _name_hosts(ranks: Iterable[int], identifiers: Sequence[str]) -> dict[int, str]:
@@ -227,6 +276,7 @@ class _Round:
         self._topic = topic
         self._timeout_s = timeout_s
         self._remedy = remedy
+        self._hosts = known_hosts(group)
         self._store = c10d._get_process_group_store(group)
         self._base = f"ovpatch/{topic}/{group.size()}"
 
@@ -240,7 +290,10 @@ class _Round:
         """
         mark = uuid.uuid4().hex
         reply = {"mark": mark, "terms": terms, "objection": objection, "value": value}
-        own = json.dumps({**reply, "host": identify_host()}, sort_keys=True)
+        # Ranks exchange their hosts once.
+        if self._hosts.identifiers is None:
+            reply |= {"host": identify_host(), "node": _list_node_ranks()}
+        own = json.dumps(reply, sort_keys=True)
         if self._group.rank() == 0:
             number = self._store.add(f"{self._base}/rounds", 1)
             prefix = f"{self._base}/{number}"
@@ -249,9 +302,11 @@ class _Round:
             if len(verdict["marks"]) == self._group.size():
                 self._delete(f"{self._base}/{number - 1}")
         else:
-            verdict = self._join(mark, own) or self._report_missing([0])
+            verdict = self._join(mark, own) or self._report_missing([0], [reply])
         if "error" in verdict:
             raise RankMismatchError(verdict["error"])
+        if "hosts" in verdict:
+            _keep_hosts(self._group, verdict["hosts"])
         return verdict
 
     # --- group rank 0 ---
@@ -270,19 +325,27 @@ class _Round:
         arrived_keys = [key for rank, key in enumerate(keys) if rank not in missing]
         replies = [json.loads(data) for data in self._store.multi_get(arrived_keys)]
         marks = {"marks": [reply["mark"] for reply in replies]}
-        return marks | (self._report_missing(missing) if missing else self._judge(replies))
+        if missing:
+            return marks | self._report_missing(missing, replies)
+        return marks | self._judge(replies)
 
     def _judge(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ranks = [dist.get_global_rank(self._group, rank) for rank in range(len(replies))]
+        known = self._hosts.identifiers
         # Another version of ovpatch may send no host.
-        hosts = _name_hosts(ranks, [reply.get("host", "") for reply in replies])
+        identifiers = known or [reply.get("host", "") for reply in replies]
+        hosts = _name_hosts(ranks, identifiers)
         difference = _describe_difference([reply["terms"] for reply in replies], ranks, hosts)
         if difference:
             return {
                 "error": f"ovpatch: ranks disagree on '{self._topic}': {difference}. {self._remedy or _REMEDY_SETTINGS}"
             }
         objections = [reply["objection"] for reply in replies]
-        verdict = {"objection": join_messages(zip(ranks, objections, strict=True), hosts)}
+        verdict: dict[str, Any] = {
+            "objection": join_messages(zip(ranks, objections, strict=True), hosts)
+        }
+        if known is None and all(identifiers):
+            verdict["hosts"] = identifiers if len(set(identifiers)) > 1 else identifiers[:1]
         values = [reply["value"] for reply in replies]
         # The verdict is read by all ranks, so it has no values if there are none.
         return verdict if values[0] is None else {**verdict, "values": values}
@@ -336,10 +399,12 @@ class _Round:
 
     # --- errors ---
 
-    def _report_missing(self, ranks: list[int]) -> dict[str, Any]:
-        missing = name_ranks(
-            [dist.get_global_rank(self._group, rank) for rank in ranks], known_hosts(self._group)
-        )
+    def _report_missing(
+        self, ranks: list[int], replies: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        members = [dist.get_global_rank(self._group, rank) for rank in range(self._group.size())]
+        hosts = self._hosts or _guess_hosts(replies, members)
+        missing = name_ranks([members[rank] for rank in ranks], hosts)
         return {
             "error": f"ovpatch: feature '{self._topic}' got no reply from rank {missing} within "
             f"{self._timeout_s:g} s. {self._remedy or _REMEDY_INACTIVE}"
@@ -348,8 +413,7 @@ class _Round:
     def _report_timed_out(self, rank: int) -> dict[str, Any]:
         return {
             "error": f"ovpatch: ranks did not agree on feature '{self._topic}': rank "
-            f"{name_ranks([dist.get_global_rank(self._group, rank)], known_hosts(self._group))} had "
-            "timed out when the last rank came. "
+            f"{name_group_ranks(self._group, [rank])} had timed out when the last rank came. "
             f"{self._remedy or _REMEDY_LATE}"
         }
 
@@ -396,8 +460,7 @@ def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
 
     Args:
         ranks: Global ranks.
-        hosts: Their host names, such as those of :func:`known_hosts`; ranks without a name are
-            listed alone.
+        hosts: Their host names, such as :func:`known_hosts`; ranks without a name are listed alone.
     """
     # The error of a large job must stay readable.
     parts = []
@@ -406,6 +469,16 @@ def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
         parts.append(f"{listed} (host {host})" if host else listed)
     text = ", ".join(parts)
     return text if len(ranks) <= 8 else f"{text} and {len(ranks) - 8} more"
+
+
+def name_group_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> str:
+    """Return ranks of a group for a message; see :func:`name_ranks`.
+
+    Args:
+        group: The process group.
+        ranks: Group ranks.
+    """
+    return name_ranks([dist.get_global_rank(group, rank) for rank in ranks], known_hosts(group))
 
 
 _REMEDY_LATE: Final = (

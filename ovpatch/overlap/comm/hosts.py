@@ -28,7 +28,7 @@ from ovpatch.overlap.comm.collectives import (
     WorkWithEpilogue,
     backend_name,
 )
-from ovpatch.overlap.comm.consensus import agree_on_name, gather_values, identify_host, keep_hosts
+from ovpatch.overlap.comm.consensus import agree_on_name, find_hosts
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
@@ -92,13 +92,9 @@ class HostLayout:
 
 def find_host_layout(group: dist.ProcessGroup) -> HostLayout:
     """Return the hosts of a group's ranks; the first call is made by all ranks together."""
-
-    def gather() -> HostLayout:
-        identifiers = gather_values(group, "hosts", identify_host())
-        keep_hosts(group, identifiers)
-        return HostLayout.of(identifiers, group.rank())
-
-    layout: HostLayout = group_state(group).get_or_create(HostLayout, gather)
+    layout: HostLayout = group_state(group).get_or_create(
+        HostLayout, lambda: HostLayout.of(find_hosts(group), group.rank())
+    )
     return layout
 
 

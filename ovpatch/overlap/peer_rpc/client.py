@@ -10,9 +10,11 @@ import functools
 import json
 import math
 import os
+import queue
 import selectors
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,6 +113,8 @@ class Endpoints:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
         self.verified: dict[int, Endpoint] = {}
+        # The thread that has read the store for longer than its caller could wait.
+        self._stuck_thread: threading.Thread | None = None
 
     def publish(self, rank: int, endpoint: Endpoint) -> None:
         """Write the endpoint of this process into the store, where all ranks then see it."""
@@ -122,23 +126,23 @@ class Endpoints:
         # acknowledgements. A peer that reads the store in this time would miss this rank.
         store.check([key])
 
-    def look_up(self, rank: int) -> Endpoint | None:
+    def look_up(self, rank: int, timeout_s: float) -> Endpoint | None:
         """Return the newest endpoint of a rank; None without one.
 
+        Args:
+            rank: The group rank.
+            timeout_s: Seconds to wait for the store.
+
         Raises:
-            RuntimeError: The store does not reply.
+            TimeoutError: The store has not replied, and the rank was never reached.
+            RuntimeError: The store has exited, and the rank was never reached.
         """
         store = self._find_store()
         if store is None:
             return self.verified.get(rank)
-        key = f"{self._base}/{rank}"
         try:
-            # get() of a missing key blocks, and with it all threads that use the connection.
-            if not store.check([key]):
-                return None
-            return Endpoint(**json.loads(store.get(key)))
-        except RuntimeError:
-            # The host of the store has exited.
+            return self._read(store, f"{self._base}/{rank}", timeout_s)
+        except (RuntimeError, TimeoutError):
             if rank in self.verified:
                 return self.verified[rank]
             raise
@@ -147,11 +151,52 @@ class Endpoints:
         """Return whether the process group was destroyed."""
         return self._find_store() is None
 
+    def _read(self, store: dist.Store, key: str, timeout_s: float) -> Endpoint | None:
+        """Return the endpoint that the store has for a key, if any.
+
+        A client of the store waits forever if the link to the host of the store is down, so another
+        thread reads.
+        """
+        # Each thread that waited would delay the calls of ranks that can be reached.
+        if self._stuck_thread is not None and self._stuck_thread.is_alive():
+            raise TimeoutError(_REASON_NO_STORE)
+        results: queue.SimpleQueue[Endpoint | RuntimeError | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_read_endpoint,
+            args=(store, key, results),
+            name="ovpatch-peers-look-up",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # Some versions of Python start no threads at exit of the interpreter.
+            _read_endpoint(store, key, results)
+        try:
+            found = results.get(timeout=timeout_s)
+        except queue.Empty:
+            self._stuck_thread = thread
+            raise TimeoutError(_REASON_NO_STORE) from None
+        if isinstance(found, RuntimeError):
+            raise found
+        return found
+
     def _find_store(self) -> dist.Store | None:
         # A reference to the store would keep its server alive, which has a port that the next
         # group may need.
         group = self._group()
         return None if group is None else group_store(group)
+
+
+def _read_endpoint(
+    store: dist.Store, key: str, results: queue.SimpleQueue[Endpoint | RuntimeError | None]
+) -> None:
+    try:
+        # get() of a missing key blocks, and with it all threads that use the connection.
+        is_there = store.check([key])
+        results.put(Endpoint(**json.loads(store.get(key))) if is_there else None)
+    except RuntimeError as error:
+        results.put(error)
 
 
 def list_own_addresses(store: dist.Store | None) -> list[str]:
@@ -203,6 +248,8 @@ _GREETING_TIMEOUT_S: Final = 5.0
 # The first and the longest pause between two attempts to reach a rank.
 _MIN_PAUSE_S: Final = 0.001
 _MAX_PAUSE_S: Final = 0.25
+# A store that does not reply for this time is taken for unreachable.
+_LOOK_UP_TIMEOUT_S: Final = 10.0
 # A poll returns after this time, although nothing happened.
 _POLL_TIMEOUT_S: Final = 10.0
 
@@ -216,6 +263,7 @@ _REASON_EXITED_IN_CALL: Final = "exited before it had replied"
 EXIT_REASONS: Final = (_REASON_EXITED, _REASON_EXITED_IN_CALL)
 #: The beginning of the reason if no address of a rank leads to its server.
 REASON_UNREACHABLE: Final = "cannot be reached"
+_REASON_NO_STORE: Final = "the store that has its address does not reply"
 _REASON_SILENT: Final = "accepts connections but sends nothing"
 
 #: Headers and tensors, by rank.
@@ -329,7 +377,8 @@ class Request:
         if known is not None and call.attempt == 0:
             call.endpoint = known
         else:
-            call.endpoint = self.endpoints.look_up(call.rank)
+            limit_s = min(_LOOK_UP_TIMEOUT_S, self.deadline - time.monotonic())
+            call.endpoint = self.endpoints.look_up(call.rank, max(0.001, limit_s))
         if call.endpoint is None:
             call.state = "has not published its address"
             if not self.should_retry:

@@ -7,13 +7,21 @@ ranks have joined another backward, or until each peer has made its final call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.lifetimes import group_state, is_destroyed, reset_after_fork
+
+# The name of the argument by which a rank marks its final call. The value is its group rank.
+_MARK: Final = "last of"
+
+
+def is_final(arguments: Mapping[str, Any]) -> bool:
+    """Return whether these are the arguments of a rank's final call, see :class:`FinalReads`."""
+    return _MARK in arguments
 
 
 class FinalReads:
@@ -22,17 +30,20 @@ class FinalReads:
     When a feature is turned off, each rank pulls the shards that it lacks and then drops its own.
     The fastest rank must retain its shards until the slowest rank has pulled them. So each rank
     marks its final call, and a peer drops its shards once it has a final call from every rank.
-    It also drops them once all ranks have joined another backward, or a given number of them.
+    It also drops them once all ranks have joined another backward, or a given number of them. A
+    rank that has turned the feature off may destroy the group, or exit, before its peers have read:
+    it serves final calls until it exits, and its exit waits for them.
 
     Args:
         group: The process group.
-        num_peers: The number of ranks that read. Default: all peers.
+        peers: The group ranks that read. Default: all peers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_peers: int | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int] | None = None) -> None:
         self._group = group
         self._rank = group.rank()
-        self._num_peers = group.size() - 1 if num_peers is None else num_peers
+        everyone = range(group.size()) if peers is None else peers
+        self._peers = frozenset(everyone) - {self._rank}
         # Threads of the server record the calls of peers.
         self._lock = threading.Lock()
         reset_after_fork(self, "_lock", threading.Lock)
@@ -51,19 +62,23 @@ class FinalReads:
         """
         with self._lock:
             self._owner_id = id(owner)
-            if len(self._finished_ranks) < self._num_peers:
-                retain(self._group, owner, backwards)
+            if self.list_awaited():
+                retain(self._group, owner, backwards, self)
 
     def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call, with a mark if the call is final."""
-        return arguments | ({"last of": self._rank} if self._owner_id is not None else {})
+        return arguments | ({_MARK: self._rank} if self._owner_id is not None else {})
+
+    def list_awaited(self) -> frozenset[int]:
+        """Return the ranks whose final calls this rank has not served."""
+        return self._peers - self._finished_ranks
 
     def record_call(self, arguments: Mapping[str, Any]) -> None:
         """Record a call that this rank has served."""
         with self._lock:
-            if "last of" in arguments:
-                self._finished_ranks.add(arguments["last of"])
-            if self._owner_id is not None and len(self._finished_ranks) == self._num_peers:
+            if is_final(arguments):
+                self._finished_ranks.add(arguments[_MARK])
+            if self._owner_id is not None and not self.list_awaited():
                 retention: Retention | None = group_state(self._group).values.get(Retention)
                 if retention is not None:
                     retention.retained.pop(self._owner_id, None)
@@ -74,6 +89,8 @@ class _Retained:
     owner: object
     # Backwards that all ranks must join before the owner is released.
     remaining_backwards: int
+    # The calls that release the owner earlier; None without any.
+    final_reads: FinalReads | None = None
     has_outlived_backward: bool = False
 
 
@@ -90,13 +107,39 @@ class Retention:
         self.before_backward: list[Callable[[], None]] = []
 
 
-def retain(group: dist.ProcessGroup, owner: object, backwards: int = 1) -> None:
+def retain(
+    group: dist.ProcessGroup,
+    owner: object,
+    backwards: int = 1,
+    final_reads: FinalReads | None = None,
+) -> None:
     """Retain an object until all ranks of ``group`` have joined ``backwards`` more backwards.
 
     Do nothing if the group was destroyed, because peers cannot call then.
+
+    Args:
+        group: The process group.
+        owner: The object.
+        backwards: The number of backwards.
+        final_reads: The calls that release it earlier. Default: none.
     """
     if not is_destroyed(group):
-        _get_retention(group).retained[id(owner)] = _Retained(owner, backwards)
+        retained = _Retained(owner, backwards, final_reads)
+        _get_retention(group).retained[id(owner)] = retained
+
+
+def has_retained(group: dist.ProcessGroup | None) -> bool:
+    """Return whether this rank retains objects for its peers in a group, which may be destroyed."""
+    retention = None if group is None else group_state(group).values.get(Retention)
+    return retention is not None and bool(retention.retained)
+
+
+def list_awaited_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the group ranks whose final calls release objects that this rank retains."""
+    retention = None if group is None else group_state(group).values.get(Retention)
+    retained = [] if retention is None else list(retention.retained.values())
+    reads = [item.final_reads for item in retained if item.final_reads is not None]
+    return sorted(set().union(*(item.list_awaited() for item in reads)))
 
 
 def shorten_retention(group: dist.ProcessGroup, *, may_be_read: bool) -> None:

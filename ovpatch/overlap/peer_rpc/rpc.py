@@ -7,6 +7,7 @@ until all of its peers have finished, see :class:`Shutdown`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from ovpatch.overlap.comm.lifetimes import (
     is_exiting_by_error,
     register_at_exit,
 )
+from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.client import (
     EXIT_REASONS,
     MAX_CONNECTIONS,
@@ -59,16 +61,20 @@ class PeerRpc:
         self._hosts = known_hosts(group)
         self._timeout_s = group_timeout_s(group)
         self._endpoints = Endpoints(group)
-        # The threads of the server would keep `self` alive, so the function below references only
-        # the endpoints.
-        endpoints = self._endpoints
+        reference = weakref.ref(group)
+        # The threads of the server would keep `self` alive, so they get a function without it.
         self._server = Server(
             str(group.group_name),
             list_own_addresses(group_store(group)),
-            # At exit, peers still read from a group that this rank has destroyed.
-            lambda: endpoints.is_destroyed() and not _is_exiting,
+            functools.partial(_should_refuse, self._endpoints, reference),
         )
-        self._shutdown = Shutdown(self._rank, self._global_ranks, self._endpoints, self._server)
+        self._shutdown = Shutdown(
+            self._rank,
+            self._global_ranks,
+            self._endpoints,
+            self._server,
+            lambda: retention.list_awaited_ranks(reference()),
+        )
         self._endpoints.publish(self._rank, self._server.endpoint)
         # At exit, `_at_exit` closes the server, after the shutdown.
         weakref.finalize(group, self._server.close).atexit = False
@@ -93,8 +99,8 @@ class PeerRpc:
     @classmethod
     def _start(cls, group: dist.ProcessGroup) -> PeerRpc:
         # A script may hold a destroyed group, so its finalizer would not close the server.
-        for _, rpc in group_values(PeerRpc):
-            if rpc._endpoints.is_destroyed():
+        for owner, rpc in group_values(PeerRpc):
+            if rpc._endpoints.is_destroyed() and not retention.has_retained(owner):
                 rpc._server.close()
         register_at_exit(_at_exit)
         return cls(group)
@@ -236,6 +242,24 @@ class PeerRpc:
         raise PeerError(message)
 
 
+def _should_refuse(
+    endpoints: Endpoints,
+    group: weakref.ref[dist.ProcessGroup],
+    message: Mapping[str, Any] | None,
+) -> bool:
+    """Return whether a server refuses a message, or all messages if it is None.
+
+    A rank that has destroyed its group refuses calls, see [Note: stale endpoints]. But a rank may
+    turn a feature off and destroy the group before its peers have read, so it serves their final
+    calls. At exit, it serves all calls.
+    """
+    if _is_exiting or not endpoints.is_destroyed():
+        return False
+    if message is not None:
+        return not retention.is_final(message.get("arguments", {}))
+    return not retention.has_retained(group())
+
+
 def _is_unreachable(reason: str) -> bool:
     return reason.startswith(REASON_UNREACHABLE)
 
@@ -308,6 +332,7 @@ class Shutdown:
         global_ranks: The global rank of each group rank.
         endpoints: The endpoints of the ranks.
         server: The server of this process.
+        list_awaited: Returns the group ranks whose final calls this rank has not served.
 
     Attributes:
         is_used: Whether this rank has registered a handler or called a peer.
@@ -316,7 +341,12 @@ class Shutdown:
     """
 
     def __init__(
-        self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server
+        self,
+        rank: int,
+        global_ranks: Sequence[int],
+        endpoints: Endpoints,
+        server: Server,
+        list_awaited: Callable[[], Sequence[int]],
     ) -> None:
         self.rank = rank
         self.server = server
@@ -325,6 +355,7 @@ class Shutdown:
         self.pid = os.getpid()
         self._global_ranks = global_ranks
         self._endpoints = endpoints
+        self._list_awaited = list_awaited
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
@@ -333,15 +364,21 @@ class Shutdown:
     def wait(self, timeout_s: float) -> None:
         """Wait until rank 0, or each peer of rank 0, has finished or died.
 
-        Give up after ``timeout_s`` seconds in which this rank received no call.
+        Give up after ``timeout_s`` seconds in which this rank received no call. After the end of
+        the group, rank 0 may be unknown, so this rank waits for the peers that still read from it.
         """
-        ranks = range(1, len(self._global_ranks)) if self.rank == 0 else [0]
+        is_destroyed = self._endpoints.is_destroyed()
+        ranks: Sequence[int] = range(1, len(self._global_ranks)) if self.rank == 0 else [0]
+        if is_destroyed:
+            ranks = self._list_awaited()
         begin = time.monotonic()
         request = Request(
             self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, should_retry=False
         )
         try:
             while request.list_pending() and time.monotonic() < request.deadline:
+                if is_destroyed and not self._list_awaited():
+                    break
                 request.poll()
                 # A peer that calls is alive, and may need more replies.
                 request.deadline = max(begin, self.server.last_call_time) + timeout_s
@@ -349,7 +386,10 @@ class Shutdown:
             _log.debug("the store was closed, so no addresses of ranks are known: %s", error)
         finally:
             request.close()
-        if request.list_pending():
+        if is_destroyed:
+            # The last peer that reads may not have received all of its reply.
+            self.server.wait_for_replies(timeout_s)
+        if request.list_pending() and not (is_destroyed and not self._list_awaited()):
             late = ", ".join(str(self._global_ranks[rank]) for rank in request.list_pending())
             _log.warning(
                 "rank %s has not finished within %g s, and this rank stops waiting", late, timeout_s

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -50,7 +50,8 @@ class Server:
     Args:
         name: A name for the threads.
         addresses: The addresses of this machine.
-        should_refuse: Returns whether the server must refuse calls at the moment.
+        should_refuse: Returns whether the server must refuse a message at the moment; its argument
+            is None before the message arrives, and true then means all messages.
 
     Attributes:
         endpoint: The address of this server.
@@ -59,7 +60,10 @@ class Server:
     """
 
     def __init__(
-        self, name: str, addresses: Sequence[str], should_refuse: Callable[[], bool]
+        self,
+        name: str,
+        addresses: Sequence[str],
+        should_refuse: Callable[[Mapping[str, Any] | None], bool],
     ) -> None:
         self._name = name
         self._should_refuse = should_refuse
@@ -81,6 +85,8 @@ class Server:
         reset_after_fork(self, "_changed", threading.Condition)
         self.last_call_time = 0.0
         self._handlers: dict[str, Handler] = {}
+        # The calls to which a thread replies.
+        self._num_replies = 0
         # Threads that wait for connections.
         self._num_idle_threads = 0
         # Whether this rank no longer needs its peers.
@@ -124,6 +130,11 @@ class Server:
             self._parked = []
         for connection in parked:
             _send_done(connection)
+
+    def wait_for_replies(self, timeout_s: float) -> None:
+        """Wait until no reply is in flight, for at most ``timeout_s`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_replies == 0, timeout_s)
 
     def close(self) -> None:
         """Stop listening."""
@@ -226,10 +237,12 @@ class Server:
 
     def _handle(self, connection: Connection) -> bool:
         """Authenticate a peer and handle its message; return whether to keep the connection."""
-        if self._is_closed or self._should_refuse():
+        if self._is_closed or self._should_refuse(None):
             return False
         connection.authenticate(bytes.fromhex(self.endpoint.secret))
         message, _ = connection.receive()
+        if self._should_refuse(message):
+            return False
         connection.deadline = time.monotonic() + message["timeout_s"]
         if message.get("shutdown"):
             return self._park(connection)
@@ -249,11 +262,21 @@ class Server:
     def _reply(self, connection: Connection, message: dict[str, Any]) -> None:
         self.last_call_time = time.monotonic()
         handler = self._wait_for_handler(connection, message["topic"])
-        if handler is not None:
-            connection.send({"state": "running"})
+        if handler is None:
+            return
+        connection.send({"state": "running"})
+        self._count_reply(1)
+        try:
             connection.send_packed(_run_handler(handler, message["arguments"]))
             # A handler may run for long, and the caller may call again after it.
             self.last_call_time = time.monotonic()
+        finally:
+            self._count_reply(-1)
+
+    def _count_reply(self, change: int) -> None:
+        with self._changed:
+            self._num_replies += change
+            self._changed.notify_all()
 
     def _wait_for_handler(self, connection: Connection, topic: str) -> Handler | None:
         """Return the handler of a topic, which may be registered shortly after the call."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.consensus import known_hosts, name_ranks, wait_limit_s
+from ovpatch.overlap.comm.consensus import name_group_ranks, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_values,
@@ -347,10 +347,9 @@ class StepVotes:
             ranks: dict[str, list[int]] = {}
             for rank, vote in sorted(votes.items()):
                 text = vote.text or "another optimizer"
-                ranks.setdefault(text, []).append(dist.get_global_rank(group, rank))
+                ranks.setdefault(text, []).append(rank)
             parts = " but ".join(
-                f"{text} on rank {name_ranks(found, known_hosts(group))}"
-                for text, found in ranks.items()
+                f"{text} on rank {name_group_ranks(group, found)}" for text, found in ranks.items()
             )
             self._end(f"ranks step different optimizers: {parts}. {_REMEDY}")
         return not outcome and not self.reason

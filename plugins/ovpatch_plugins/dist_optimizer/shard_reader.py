@@ -56,7 +56,7 @@ class ShardReader:
         self._local_ranges = local_ranges
         self._holders = holders
         # Keeps the shards until peers have read them for the last time.
-        self._final_reads = FinalReads(group, len(holders.peers))
+        self._final_reads = FinalReads(group, holders.peers)
         # The topic of the calls, or "" until this rank serves them.
         self._topic = ""
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.nn import Parameter
 
+from ovpatch.overlap.comm.consensus import name_group_ranks
 from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
@@ -57,7 +58,7 @@ ERROR_MISPLACED: Final = (
 )
 
 _ERROR_MISSING: Final = (
-    "ovpatch: rank {} of the process group has no '{}' in the optimizer's state of {}, because it "
+    "ovpatch: rank {} has no '{}' in the optimizer's state of {}, because it "
     "has loaded other state. Load the same state on all ranks."
 )
 
@@ -102,7 +103,7 @@ class ShardedState(LazySource):
         self._shards = shards
         # Indices of the model's parameters by id().
         self._index = {id(param): index for index, param in enumerate(shards.params)}
-        self._final_reads = FinalReads(shards.group, len(shards.holders.peers))
+        self._final_reads = FinalReads(shards.group, shards.holders.peers)
 
         # - The tensors
         # This rank's shards.
@@ -407,7 +408,8 @@ class ShardedState(LazySource):
         if missing:
             param_name = self._shards.names[key[0]]
             rank = self._shards.holders.ranks[missing[0]]
-            raise RuntimeError(_ERROR_MISSING.format(rank, key[1], param_name))
+            rank_name = name_group_ranks(self.group, [rank])
+            raise RuntimeError(_ERROR_MISSING.format(rank_name, key[1], param_name))
         full = self._metas[key].empty()
         for place, shard in shards.items():
             shard_view(full, ranges[place]).copy_(shard)

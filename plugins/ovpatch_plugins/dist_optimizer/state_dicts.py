@@ -214,7 +214,12 @@ class StateDictSource(LazySource):
                 lazy = lazy_tensor.make_lazy(meta, self, len(self._tensors))
                 shown[name] = lazy
                 self._tensors.append((state, name, weakref.ref(lazy)))
-        scalars = {name: value for name, value in shown.items() if value is state[name]}
+            elif _is_plain_scalar(value):
+                # This object shows the live memory until `_freeze_scalars` gives it its own.
+                shown[name] = value.detach()
+        scalars = {
+            name: value for name, value in shown.items() if not isinstance(value, LazyTensor)
+        }
         self._scalars.append((state, shown, scalars))
         return shown
 
@@ -224,10 +229,17 @@ class StateDictSource(LazySource):
         self._scalars = []
         for state, shown, given in scalars:
             for name, value in given.items():
-                if shown.get(name) is value:
-                    current = state.get(name, value)
-                    # The optimizer updates a tensor of one element in place.
-                    shown[name] = current.clone() if isinstance(current, Tensor) else current
+                if shown.get(name) is not value:
+                    continue
+                current = state.get(name, value)
+                # The optimizer updates a tensor of one element in place.
+                kept = current.clone() if isinstance(current, Tensor) else current
+                if _is_plain_scalar(value) and _is_like(kept, value):
+                    # A loader that writes into the state dict, such as that of
+                    # torch.distributed.checkpoint, may hold this object already.
+                    value.data = kept
+                else:
+                    shown[name] = kept
 
     def _choose_ahead(self, keys: Sequence[int]) -> list[LazyTensor]:
         """Return unread tensors after these; twice as many each time that reads continue."""
@@ -271,6 +283,18 @@ class StateDictSource(LazySource):
             full = source.fetch_to_host([value for _, value in keyed])
             fetched |= {key: tensor for (key, _), tensor in zip(keyed, full, strict=True)}
         return [fetched[key] for key in keys]
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    return type(value) is Tensor and value.ndim == 0 and value.layout is torch.strided
+
+
+def _is_like(value: Any, tensor: Tensor) -> bool:
+    """Return whether a tensor may take the memory of a value."""
+    return isinstance(value, Tensor) and (value.dtype, value.device) == (
+        tensor.dtype,
+        tensor.device,
+    )
 
 
 def _complete_freed() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.overlap.autograd import apply_function
+from ovpatch.overlap.comm.consensus import name_group_ranks
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.kernels.symmetric_memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
@@ -373,7 +374,7 @@ def route_tokens(
     sent, arriving = _exchange_counts(
         chosen, plans.finest, tokens, transport or CollectiveAllToAll(group)
     )
-    _check_experts(arriving, expected)
+    _check_experts(arriving, expected, group)
     # The last column has twice the rank's tokens, plus 1 if gradients are on there.
     most, trains = divmod(int(arriving[:, -1].max()), 2)
     plan = plans.choose_plan(group, most, bool(trains))
@@ -434,11 +435,11 @@ def _exchange_counts(
     return on_host[0], on_host[1]
 
 
-def _check_experts(arriving: Tensor, plan: ChunkPlan) -> None:
+def _check_experts(arriving: Tensor, plan: ChunkPlan, group: dist.ProcessGroup) -> None:
     for rank, expert in enumerate(arriving[:, -2].tolist()):
         if expert:
             raise ValueError(
-                f"ovpatch: rank {rank} of the group routes a token to expert {expert}, but "
+                f"ovpatch: rank {name_group_ranks(group, [rank])} routes a token to expert {expert}, but "
                 f"{plan.ep_size} ranks with {plan.num_local_experts} experts each have "
                 f"{plan.num_experts}. Give the layer as many experts as the router has, or route to 0 "
                 f"to {plan.num_experts - 1}, or {DROPPED} for none."

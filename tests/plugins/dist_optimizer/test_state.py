@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -484,6 +486,26 @@ def into_several() -> list[dict[str, Any]]:
 def test_dcp_functions_load_into_several_new_models(ranks):
     for result in same_bits(ranks(2)(both, into_several)):
         assert result["counters"]["optimizers"] == 3
+
+
+def loaded_in_place(folder: Path) -> list[dict[str, Any]]:
+    """Load a distributed checkpoint, which writes into the tensors of a state dict that it reads as well."""
+    model, opt = trained(3)
+    names = ("model", "opt")
+    saved = dict(zip(names, dcp.get_state_dict(model, opt), strict=True))
+    checkpoint.save(saved, checkpoint_id=folder)
+    model, opt = build()
+    states = dict(zip(names, dcp.get_state_dict(model, opt), strict=True))
+    checkpoint.load(states, checkpoint_id=folder)
+    loaded = copy.deepcopy(states["opt"])
+    dcp.set_state_dict(model, opt, model_state_dict=states["model"], optim_state_dict=states["opt"])
+    step(model, opt, 3)
+    return [loaded, copy.deepcopy(opt.state_dict())]
+
+
+def test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict(ranks, tmp_path):
+    for result in same_bits(ranks(2)(both, loaded_in_place, tmp_path)):
+        assert {float(state["step"]) for state in result["patched"][1]["state"].values()} == {4.0}
 
 
 def saved_last() -> Any:

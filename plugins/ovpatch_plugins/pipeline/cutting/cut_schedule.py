@@ -21,6 +21,7 @@ from ovpatch.overlap.comm.consensus import (
     check_consistent,
     gather_values,
     join_messages,
+    known_hosts,
     wait_limit_s,
 )
 from ovpatch.overlap.pipelining.ir import Placement, count_stages
@@ -392,7 +393,8 @@ def _share_costs(
     found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
     numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
     reason = join_messages(
-        (rank, value["reason"]) for rank, value in zip(numbers, found, strict=True)
+        ((rank, value["reason"]) for rank, value in zip(numbers, found, strict=True)),
+        known_hosts(world),
     )
     first = found[0]["costs"]
     return (None if first is None else BlockCosts(**first)), reason

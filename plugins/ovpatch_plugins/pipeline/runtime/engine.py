@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.consensus import name_group_ranks
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.pipelining.copied_messages import CopiedMessages
 from ovpatch.overlap.pipelining.ir import Action, Kind, Program, Receive, Step
@@ -530,7 +531,7 @@ class Engine:
         return f"{self._name(self.program.rank)} failed in {step.action}: {type(cause).__name__}: {cause}"
 
     def _name(self, rank: int) -> str:
-        return f"rank {dist.get_global_rank(self._group, rank)}"
+        return f"rank {name_group_ranks(self._group, [rank])}"
 
 
 def _publish(failures: StepFailures, rank: str, text: str) -> None:

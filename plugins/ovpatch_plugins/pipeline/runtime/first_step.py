@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.consensus import gather_values
+from ovpatch.overlap.comm.consensus import gather_values, name_group_ranks
 from ovpatch.overlap.comm.lifetimes import group_store, group_timeout_s
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from ovpatch_plugins.pipeline.runtime.stage import Stage
@@ -63,7 +63,7 @@ class FirstStep:
         self._group = group
         self._device = device
         self._on_host = on_host
-        self._rank = f"rank {dist.get_global_rank(group, group.rank())}"
+        self._rank = f"rank {name_group_ranks(group, [group.rank()])}"
         self._vote = Vote(group, "pipeline shapes")
         self._name = f"{self._vote.name}/metadata"
         store = group_store(group)
@@ -190,7 +190,7 @@ class FirstStep:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"ovpatch: stage {stage.stage_index} waits for the shapes of stage {sender}, "
-                    f"which have not come from rank {dist.get_global_rank(self._group, rank)} within "
+                    f"which have not come from rank {name_group_ranks(self._group, [rank])} within "
                     f"{limit_s:g} s. Read the output of that rank."
                 )
             time.sleep(pause)
