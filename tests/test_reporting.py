@@ -52,6 +52,7 @@ def test_json_has_the_agreed_keys():
         remarks=("r",),
         options={"size": OptionValue(25, "argument")},
         counters={"steps": 3},
+        levels={"kept": "level"},
         summary="s",
         default=True,
     )
@@ -64,6 +65,7 @@ def test_json_has_the_agreed_keys():
             "remarks": ["r"],
             "options": {"size": {"value": 25, "source": "argument"}},
             "counters": {"steps": 3},
+            "levels": {"kept": "level"},
             "distribution": "ovpatch 1.0",
             "requires": [],
             "reorders_products": False,
@@ -320,6 +322,14 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy(monkeypatch, version, 
 
 
 # --- several processes ---
+
+
+def test_reports_of_versions_without_levels_are_merged():
+    old = report(feature(counters={"n": 2, "bytes": 5}), rank=1)
+    del old["features"][0]["levels"]
+    new = report(feature(counters={"n": 3, "bytes": 4}, levels={"bytes": "level"}))
+    for reports, total in (([old], 5), ([new, old], 5), ([old, old | {"rank": 2}], 10)):
+        assert merge_reports(reports)["features"][0]["counters"]["bytes"] == total
 
 
 def test_counters_are_summed_and_kept_by_process():

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from ovpatch.hookspecs import FeatureCounters
+from ovpatch.hookspecs import FeatureCounters, Level
 
 
 class Counters(FeatureCounters):
-    """Totals since the process started, and two levels: state_bytes and state_bytes_whole.
+    """Totals since the process started, and levels.
 
     Attributes:
         optimizers: Optimizers with sharded steps.
@@ -48,9 +48,9 @@ class Counters(FeatureCounters):
     norms: int = 0
     state_reads: int = 0
     bytes_pulled: int = 0
-    state_read_ms: int = 0
-    state_bytes: int = 0
-    state_bytes_whole: int = 0
+    state_read_ms: Level = 0
+    state_bytes: Level = 0
+    state_bytes_whole: Level = 0
 
 
 COUNTERS = Counters()
