@@ -325,9 +325,9 @@ ROOMS = {
     "ovpatch/overlap/comm": 1408,
     "ovpatch/overlap/data_parallel": 1445,
     "ovpatch/overlap/tensors": 567,
-    "ovpatch/overlap/peer_rpc": 866,
+    "ovpatch/overlap/peer_rpc": 868,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3601,
+    "plugins/ovpatch_plugins/dist_optimizer": 3607,
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.consensus import known_hosts, name_ranks
+from ovpatch.overlap.comm.consensus import describe_missing, known_hosts, name_ranks
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
@@ -68,7 +68,9 @@ class PeerRpc:
             # At exit, peers still read from a group that this rank has destroyed.
             lambda: endpoints.is_destroyed() and not _is_exiting,
         )
-        self._shutdown = Shutdown(self._rank, self._global_ranks, self._endpoints, self._server)
+        self._shutdown = Shutdown(
+            self._rank, self._global_ranks, self._endpoints, self._server, self._hosts
+        )
         self._endpoints.publish(self._rank, self._server.endpoint)
         # At exit, `_at_exit` closes the server, after the shutdown.
         weakref.finalize(group, self._server.close).atexit = False
@@ -308,6 +310,7 @@ class Shutdown:
         global_ranks: The global rank of each group rank.
         endpoints: The endpoints of the ranks.
         server: The server of this process.
+        hosts: The known host names of the ranks, by global rank.
 
     Attributes:
         is_used: Whether this rank has registered a handler or called a peer.
@@ -316,7 +319,12 @@ class Shutdown:
     """
 
     def __init__(
-        self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server
+        self,
+        rank: int,
+        global_ranks: Sequence[int],
+        endpoints: Endpoints,
+        server: Server,
+        hosts: Mapping[int, str],
     ) -> None:
         self.rank = rank
         self.server = server
@@ -325,6 +333,7 @@ class Shutdown:
         self.pid = os.getpid()
         self._global_ranks = global_ranks
         self._endpoints = endpoints
+        self._hosts = hosts
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
@@ -350,10 +359,9 @@ class Shutdown:
         finally:
             request.close()
         if request.list_pending():
-            late = ", ".join(str(self._global_ranks[rank]) for rank in request.list_pending())
-            _log.warning(
-                "rank %s has not finished within %g s, and this rank stops waiting", late, timeout_s
-            )
+            late = [self._global_ranks[rank] for rank in request.list_pending()]
+            missing = describe_missing("its end", timeout_s, late, self._hosts)
+            _log.warning("%s, and this rank stops waiting", missing)
 
 
 def run_shutdown(shutdowns: Iterable[Shutdown], timeout_s: float) -> None:

@@ -11,9 +11,11 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ovpatch.overlap.comm.consensus import known_hosts, name_ranks
 from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
@@ -57,7 +59,7 @@ ERROR_MISPLACED: Final = (
 )
 
 _ERROR_MISSING: Final = (
-    "ovpatch: rank {} of the process group has no '{}' in the optimizer's state of {}, because it "
+    "ovpatch: rank {ranks} has no '{}' in the optimizer's state of {}, because it "
     "has loaded other state. Load the same state on all ranks."
 )
 
@@ -406,8 +408,9 @@ class ShardedState(LazySource):
         missing = [place for place in ranges if place not in shards]
         if missing:
             param_name = self._shards.names[key[0]]
-            rank = self._shards.holders.ranks[missing[0]]
-            raise RuntimeError(_ERROR_MISSING.format(rank, key[1], param_name))
+            rank = dist.get_global_rank(self.group, self._shards.holders.ranks[missing[0]])
+            ranks = name_ranks([rank], known_hosts(self.group))
+            raise RuntimeError(_ERROR_MISSING.format(key[1], param_name, ranks=ranks))
         full = self._metas[key].empty()
         for place, shard in shards.items():
             shard_view(full, ranges[place]).copy_(shard)
