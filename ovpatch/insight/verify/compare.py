@@ -54,7 +54,7 @@ class Noise:
     """The noise of values: differences between stock runs, while these have the same events.
 
     One or two further runs may move a value little by chance, so values share their noise. Values of the
-    same role, dtype and shape are a family if their names differ in numbers only, as in a model's layers. Values of all
+    same role, dtype and shape share it if their names differ in numbers only, as in a model's layers. Values of all
     processes and of all steps so far count. The noise is the largest relative noise of them, but at most the largest
     absolute noise: a layer with almost no gradient moves by much of it, and this must not count for other layers.
     """
@@ -163,7 +163,7 @@ BY_LAST_STEP: Final = "the step before"
 #: Each rule in words, after "2 values differ by no more than".
 RULES: Final = {
     BY_FLOOR: f"{equality.FLOOR:g}, always allowed, or a thousandth of the largest of a family if that is less",
-    BY_NOISE: "twice what stock moved values of a family, four times for one element, three times for a single number",
+    BY_NOISE: "twice what stock moved values like it, four times for one element, three times for a single number",
     BY_LAST_PLACE: "that and one unit in the last place, where stock moved anything of the step",
     BY_CHANCE: "stock differs from itself: it does not repeat them",
     BY_LAST_STEP: "the parameters that they were saved from",
