@@ -87,7 +87,7 @@ def _wrap(apply_style: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(apply_style)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        # The function is looked up at the call, because transformers imports the styles in every script, applied or not.
+        # The function is looked up at the call: transformers imports the styles in every script, and few apply them.
         return getattr(_load_attach(), name)(apply_style, self, module, device_mesh)
 
     return _apply
