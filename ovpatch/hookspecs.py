@@ -235,7 +235,7 @@ Peak: TypeAlias = Annotated[int, "peak"]
 class FeatureCounters:
     """The numbers of a feature in the report: the annotated attributes of a subclass.
 
-    The annotation says how reports of several processes are merged. An ``int`` is a total since the process started,
+    The annotation decides the merge of reports of several processes. An ``int`` is a total since the process started,
     and totals are added. A :data:`Level` or :data:`Peak` is not: the merged report has the largest of all processes.
 
     This is no dataclass, because each feature's ``apply()`` would spend half a millisecond on creating the class.

@@ -352,7 +352,7 @@ def _describe_patch(patch: PatchStatus) -> str:
 
 
 def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], dict[str, str], list[str]]:
-    """Return the counters, those of them that are no totals, and remarks."""
+    """Return the counters, the levels and peaks among them, and remarks."""
     try:
         raw: Mapping[str, int] = plugins.call_hook(name, "ovpatch_counters") or {}
         levels: Mapping[str, str] = plugins.call_hook(name, "ovpatch_levels") or {}

@@ -1,7 +1,7 @@
 """The faults that ``tools/plant_faults.py`` plants, one module for each room of the sources.
 
 A fault is in the module that has the name of the nearest folder around the file that it changes. A fault in
-``ovpatch/overlap/comm/`` is in ``comm.py``. A room with few faults has no module of its own, and its faults are in the
+``ovpatch/overlap/comm/`` is in ``comm.py``. A room with few faults has no own module, and its faults are in the
 module of a folder further out, such as ``overlap.py`` or ``ovpatch.py``.
 """
 

@@ -1,4 +1,4 @@
-"""The faults in the rooms of ``ovpatch/overlap/`` without a module of their own."""
+"""The faults in the rooms of ``ovpatch/overlap/`` without an own module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults in the features without a module of their own."""
+"""The faults in the features without an own module."""
 
 from __future__ import annotations
 
