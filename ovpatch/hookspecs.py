@@ -7,7 +7,6 @@ hooks below. :func:`make_feature_hooks` returns such an object. A module whose f
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import math
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Protocol, TypeAlias, get_origin
+from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import pluggy
 
@@ -250,20 +249,16 @@ class FeatureCounters:
 
     def list_levels(self) -> dict[str, str]:
         """Return "level" or "peak" for each counter that is no total, by name."""
-        return dict(_find_levels(type(self)))
-
-
-@functools.cache
-def _find_levels(counters: type[FeatureCounters]) -> Mapping[str, str]:
-    levels = {}
-    for cls in reversed(counters.__mro__):
-        # Most classes have totals alone, and evaluating their annotations would take longer than the report.
-        if set(inspect.get_annotations(cls).values()) <= {"int", int}:
-            continue
-        for name, hint in inspect.get_annotations(cls, eval_str=True).items():
-            if get_origin(hint) is Annotated:
-                levels[name] = str(hint.__metadata__[0])
-    return levels
+        levels: dict[str, str] = {}
+        for cls in reversed(type(self).__mro__):
+            # Most classes have totals alone, and evaluating their annotations would take longer than the report.
+            if set(inspect.get_annotations(cls).values()) <= {"int", int}:
+                continue
+            for name, hint in inspect.get_annotations(cls, eval_str=True).items():
+                # Only an Annotated type has metadata.
+                if metadata := getattr(hint, "__metadata__", ()):
+                    levels[name] = str(metadata[0])
+        return levels
 
 
 class Registrar(Protocol):
