@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from ovpatch.session.session_report import (
 from ovpatch.session.worker_reports import merge_reports
 from ovpatch.settings.feature_options import OptionValue
 from tests.support.golden import check_golden
+
+PLUGINS = Path(__file__).parents[1] / "plugins" / "ovpatch_plugins"
 
 
 def patch(target="m.f", state=PatchState.APPLIED, calls=1):
@@ -322,6 +325,19 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy(monkeypatch, version, 
 
 
 # --- several processes ---
+
+
+def test_a_shipped_counter_that_falls_or_is_a_time_is_a_level():
+    """A sum of it over processes would mean nothing."""
+    features = [path.name for path in PLUGINS.iterdir() if (path / "__init__.py").exists()]
+    assert "dist_optimizer" in features
+    for feature in features:
+        sources = [path.read_text(encoding="utf-8") for path in (PLUGINS / feature).rglob("*.py")]
+        falling = set(re.findall(r"\bCOUNTERS\.(\w+) (?:-=|= max\()", "\n".join(sources)))
+        hooks = importlib.import_module(f"ovpatch_plugins.{feature}.{feature}_feature").hooks
+        levels, counters = hooks.ovpatch_levels(), hooks.ovpatch_counters()
+        times = {name for name in counters if name.endswith("_ms")}
+        assert falling | times <= levels.keys() <= counters.keys(), feature
 
 
 def test_reports_of_versions_without_levels_are_merged():

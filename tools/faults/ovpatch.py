@@ -113,4 +113,11 @@ FAULTS: Final = (
         "if False:",
         ("tests/insight/test_nodes.py",),
     ),
+    Fault(
+        "levels of processes are added in a merged report",
+        "ovpatch/session/worker_reports.py",
+        "name: (max if name in levels else sum)(",
+        "name: sum(",
+        ("tests/test_reporting.py",),
+    ),
 )
