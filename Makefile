@@ -34,7 +34,7 @@ help:
 	@echo "make lint    ruff, the style of prose, and mypy --strict but for tests/ and examples/"
 	@echo "make format  ruff format; python tools/same_ast.py then shows that no program has changed"
 	@echo "make fuzz    random programs, stock and patched (FUZZ_SECONDS=300 each for data parallelism and pipelines)"
-	@echo "make faults  which tests catch the faults of tools/faults.py, in more than an hour"
+	@echo "make faults  which tests catch the faults of tools/faults/, in more than an hour"
 	@echo "make docs    the documentation site in build/site; a warning or a broken link is an error"
 	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
 	@echo "make figures the pictures in docs/pictures, from benchmarks/results and tools/diagrams.py"

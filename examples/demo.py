@@ -295,14 +295,12 @@ def show_runs(console: Console, stock: Run, patched: Run) -> None:
         console.print(line, highlight=False)
 
 
-def show_state(console: Console, report: Mapping[str, Any], nproc: int) -> None:
-    """Print how much optimizer state a process keeps by parts, and how much stock keeps of the same."""
+def show_state(console: Console, report: Mapping[str, Any]) -> None:
+    """Print how much optimizer state the process with most keeps by parts, and how much stock keeps of the same."""
     counters = next(
         feature["counters"] for feature in report["features"] if feature["name"] == BY_PARTS
     )
-    kept, stock = (
-        counters.get(name, 0) / nproc / 2**20 for name in ("state_bytes", "state_bytes_whole")
-    )
+    kept, stock = (counters.get(name, 0) / 2**20 for name in ("state_bytes", "state_bytes_whole"))
     console.print(
         f"optimizer state per process: {kept:.1f} MiB, where stock keeps {stock:.1f} MiB",
         highlight=False,
@@ -395,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if report.get("processes"):
             console.out(summarise_report(report), highlight=False)
             if by_parts and not problems:
-                show_state(console, report, nproc)
+                show_state(console, report)
     for problem in problems:
         console.print(f"FAILED: {problem}", style="bold red", markup=False, highlight=False)
     if not problems:

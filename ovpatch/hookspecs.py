@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import pluggy
 
@@ -224,11 +224,18 @@ class Feature:
     gains: tuple[str, ...] = ()
 
 
-class FeatureCounters:
-    """The numbers of a feature in the report: the annotated attributes of a subclass, all of them ``int``.
+#: A counter whose sum over processes means nothing. It is a value that falls again, such as the bytes that a rank keeps
+#: now, or a time, which passes in all processes at once. A merged report has that of the process with most.
+Level: TypeAlias = Annotated[int, "level"]
+#: A counter that keeps the largest value so far. A merged report has that of the process with most.
+Peak: TypeAlias = Annotated[int, "peak"]
 
-    Most counters are totals since the process started. Some are levels, which fall again, such as the bytes that a
-    rank keeps now. The docstring of the subclass names its levels.
+
+class FeatureCounters:
+    """The numbers of a feature in the report: the annotated attributes of a subclass.
+
+    The annotation decides the merge of reports of several processes. An ``int`` is a total since the process started,
+    and totals are added. A :data:`Level` or :data:`Peak` is not: the merged report has the largest of all processes.
 
     This is no dataclass, because each feature's ``apply()`` would spend half a millisecond on creating the class.
     """
@@ -239,6 +246,19 @@ class FeatureCounters:
             name for cls in reversed(type(self).__mro__) for name in inspect.get_annotations(cls)
         ]
         return {name: getattr(self, name) for name in names}
+
+    def list_levels(self) -> dict[str, str]:
+        """Return "level" or "peak" for each counter that is no total, by name."""
+        levels: dict[str, str] = {}
+        for cls in reversed(type(self).__mro__):
+            # Most classes have totals alone, and evaluating their annotations would take longer than the report.
+            if set(inspect.get_annotations(cls).values()) <= {"int", int}:
+                continue
+            for name, hint in inspect.get_annotations(cls, eval_str=True).items():
+                # Only an Annotated type has metadata.
+                if metadata := getattr(hint, "__metadata__", ()):
+                    levels[name] = str(metadata[0])
+        return levels
 
 
 class Registrar(Protocol):
@@ -329,6 +349,10 @@ class FeatureSpecs:
         """
 
     @hookspec
+    def ovpatch_levels(self) -> Mapping[str, str]:
+        """Return ``level`` or ``peak`` for each counter that is no total; see :data:`Level` and :data:`Peak`."""
+
+    @hookspec
     def ovpatch_remarks(self) -> Sequence[str]:
         """Return remarks on the run, for example the name of a model that fell back to torch, with the reason."""
 
@@ -394,6 +418,7 @@ def make_feature_hooks(
         hooks["ovpatch_fits"] = fits
     if counters is not None:
         hooks["ovpatch_counters"] = lambda: _load_named(counters).as_dict()
+        hooks["ovpatch_levels"] = lambda: _load_named(counters).list_levels()
     if activate is not None:
         hooks["ovpatch_activate"] = (
             _call_with_options(activate) if isinstance(activate, str) else activate

@@ -438,6 +438,33 @@ def test_doctor_names_a_duplicate_that_was_left_out(command, site):
 # --- report ---
 
 
+def test_levels_and_peaks_of_nodes_are_not_added(command, tmp_path):
+    """Two nodes of two ranks each: a total is a sum, and a level or a peak that of the process with most."""
+    for node in (0, 1):
+        processes = [
+            Report("1", "2", "3", 7, rank, (count_on(rank),)).to_json()
+            for rank in (2 * node, 2 * node + 1)
+        ]
+        (tmp_path / f"{node}.json").write_text(json.dumps(merge_reports(processes)))
+    files = [str(tmp_path / f"{node}.json") for node in (0, 1)]
+    written = tmp_path / "all.json"
+    code, _, _ = command("report", *files, "--json", str(written))
+    (merged,) = json.loads(written.read_text())["features"]
+    assert (code, merged["counters"]) == (0, {"steps": 12, "kept_bytes": 40, "most_parts": 8})
+    assert merged["levels"] == {"kept_bytes": "level", "most_parts": "peak"}
+    again = command("report", "--full", str(written), files[1])[1]
+    assert "steps 18, kept_bytes 40, most_parts 8" in again, (
+        "merged reports are merged by the same rule"
+    )
+
+
+def count_on(rank: int) -> FeatureReport:
+    counters = {"steps": 3, "kept_bytes": 10 * (rank + 1), "most_parts": 8 - rank}
+    return FeatureReport(
+        "ddp", "applied", counters=counters, levels={"kept_bytes": "level", "most_parts": "peak"}
+    )
+
+
 def test_reports_of_nodes_are_merged(command, tmp_path):
     nodes = []
     for node in (0, 1):

@@ -240,10 +240,12 @@ def test_an_error_in_a_hook_is_attributed_and_chained(site, find):
 
 MADE = """
 import victim
-from ovpatch import Feature, FeatureCounters, Option, make_feature_hooks
+from ovpatch import Feature, FeatureCounters, Level, Option, Peak, make_feature_hooks
 
 class Counters(FeatureCounters):
     calls: int = 3
+    kept: Level = 2
+    most: Peak = 1
 
 COUNTERS = Counters()
 
@@ -308,7 +310,8 @@ def test_a_made_plugin_imports_its_modules_when_they_are_needed(made, session):
     made.victim.reasons = []
     assert session.apply((), {"a": {"amount": 5}}, None)["a"].state == "applied"
     assert (made.victim.f(1), made.victim.g(3), made.log) == (6, 6, ["attach 5"])
-    assert session.report()["a"].counters == {"calls": 3}
+    assert session.report()["a"].counters == {"calls": 3, "kept": 2, "most": 1}
+    assert session.report()["a"].levels == {"kept": "level", "most": "peak"}
     assert "there are remarks" not in session.report()["a"].remarks, (
         "nothing has imported that module"
     )

@@ -1,4 +1,4 @@
-"""The faults of tools/faults.py fit the sources, and none has lost its last catcher. To plant all takes too long."""
+"""The faults of tools/faults/ fit the sources, and none has lost its last catcher. To plant all takes too long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import plant_faults
-from tools.faults import FAULTS, Fault, FaultNotFoundError
+from tools.faults import FAULTS, FAULTS_BY_ROOM, Fault, FaultNotFoundError
 from tools.mutants import Mutant, draw_mutants, list_mutants
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +34,18 @@ def test_a_fault_that_does_not_fit_is_an_error(tmp_path):
 
 def test_there_are_a_hundred_with_names_of_their_own():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 100
+
+
+def test_a_fault_is_in_the_module_of_the_nearest_folder():
+    for room, faults in FAULTS_BY_ROOM.items():
+        for fault in faults:
+            folders = [part for part in fault.file.split("/")[:-1] if part in FAULTS_BY_ROOM]
+            assert folders[-1:] == [room], f"move '{fault.name}' to its room in tools/faults/"
+
+
+def test_each_module_of_faults_is_planted():
+    modules = {path.stem for path in (ROOT / "tools" / "faults").glob("*.py")}
+    assert modules - {"__init__", "fault"} == FAULTS_BY_ROOM.keys()
 
 
 # --- catchers ---

@@ -122,19 +122,40 @@ def test_a_room_above_its_ceiling_is_an_error_and_lowering_never_raises():
     assert prose.lower_ceilings(CEILINGS, counts) == "# Rooms.\n.      0\na      0\na/b    2\n"
 
 
-def test_only_changed_lines_are_listed(tmp_path):
-    def git(*words: str) -> None:
-        identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+def git(folder: Path, *words: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
-    git("init", "-q")
+
+def test_only_changed_lines_are_listed(tmp_path):
+    git(tmp_path, "init", "-q")
     (tmp_path / "a.py").write_text("1\n2\n3\n4\n")
-    git("add", ".")
-    git("commit", "-qm", "first")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
     (tmp_path / "a.py").write_text("1\nnew\n3\n4\nnew\nnew\n")
     (tmp_path / "b.txt").write_text("no prose\n")
-    assert prose.list_changed_lines(tmp_path, "HEAD") == {"a.py": {2, 5, 6}}
-    assert prose.list_files(tmp_path, []) == ["a.py"]
+    (tmp_path / ".gitignore").write_text("ignored.py\n")
+    (tmp_path / "ignored.py").write_text("1\n")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "ä b.py").write_text("1\n2\n")
+    (tmp_path / "new" / "empty.py").write_text("")
+    changed = prose.list_changed_lines(tmp_path, "HEAD")
+    assert changed.pop("a.py") == {2, 5, 6}
+    assert changed.pop("new/ä b.py") >= {1, 2}, "git does not track it yet, so each line is new"
+    assert changed.keys() <= {"b.txt", ".gitignore", "new/empty.py"}
+    assert prose.list_files(tmp_path, []) == ["a.py", "new/empty.py", "new/ä b.py"]
+    git(tmp_path, "add", ".")
+    staged = prose.list_changed_lines(tmp_path, "HEAD")
+    assert (staged["a.py"], staged["new/ä b.py"]) == ({2, 5, 6}, {1, 2}), "neither do staged files"
+
+
+def test_a_finding_in_a_new_file_fails_the_check_of_changes(tmp_path, monkeypatch, capsys):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "first", "--allow-empty")
+    (tmp_path / "new.py").write_text("x = 1\n\n# which is not needed\n")
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    assert prose.main(["--changed"]) == 1
+    assert capsys.readouterr().out.startswith("new.py:3: fragment: ")
 
 
 def test_every_room_is_there():

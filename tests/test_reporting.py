@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from ovpatch.session.worker_reports import merge_reports
 from ovpatch.settings.feature_options import OptionValue
 from tests.support.golden import check_golden
 
+PLUGINS = Path(__file__).parents[1] / "plugins" / "ovpatch_plugins"
+
 
 def patch(target="m.f", state=PatchState.APPLIED, calls=1):
     return PatchStatus(target=target, feature="ddp", kind="wrap", state=state, calls=calls)
@@ -52,6 +55,7 @@ def test_json_has_the_agreed_keys():
         remarks=("r",),
         options={"size": OptionValue(25, "argument")},
         counters={"steps": 3},
+        levels={"kept": "level"},
         summary="s",
         default=True,
     )
@@ -64,6 +68,7 @@ def test_json_has_the_agreed_keys():
             "remarks": ["r"],
             "options": {"size": {"value": 25, "source": "argument"}},
             "counters": {"steps": 3},
+            "levels": {"kept": "level"},
             "distribution": "ovpatch 1.0",
             "requires": [],
             "reorders_products": False,
@@ -320,6 +325,27 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy(monkeypatch, version, 
 
 
 # --- several processes ---
+
+
+def test_a_shipped_counter_that_falls_or_is_a_time_is_a_level():
+    """A sum of it over processes would mean nothing."""
+    features = [path.name for path in PLUGINS.iterdir() if (path / "__init__.py").exists()]
+    assert "dist_optimizer" in features
+    for feature in features:
+        sources = [path.read_text(encoding="utf-8") for path in (PLUGINS / feature).rglob("*.py")]
+        falling = set(re.findall(r"\bCOUNTERS\.(\w+) (?:-=|= max\()", "\n".join(sources)))
+        hooks = importlib.import_module(f"ovpatch_plugins.{feature}.{feature}_feature").hooks
+        levels, counters = hooks.ovpatch_levels(), hooks.ovpatch_counters()
+        times = {name for name in counters if name.endswith("_ms")}
+        assert falling | times <= levels.keys() <= counters.keys(), feature
+
+
+def test_reports_of_versions_without_levels_are_merged():
+    old = report(feature(counters={"n": 2, "bytes": 5}), rank=1)
+    del old["features"][0]["levels"]
+    new = report(feature(counters={"n": 3, "bytes": 4}, levels={"bytes": "level"}))
+    for reports, total in (([old], 5), ([new, old], 5), ([old, old | {"rank": 2}], 10)):
+        assert merge_reports(reports)["features"][0]["counters"]["bytes"] == total
 
 
 def test_counters_are_summed_and_kept_by_process():

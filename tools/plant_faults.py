@@ -5,7 +5,7 @@
     $ python tools/plant_faults.py --without tests/a.py  # the faults that nothing would catch without these files
     $ python tools/plant_faults.py --random 200 --seed 7 --room ovpatch/patching --tests tests/patching
 
-A fault of ``tools/faults.py`` is a small replacement in one file. It is planted in a scratch copy of the repository,
+A fault of ``tools/faults/`` is a small replacement in one file. It is planted in a scratch copy of the repository,
 in which the fault's tests run. All tests that fail are its *catchers*; ``tests/faults/caught.json`` records them.
 
 ``--random`` draws mutants of the sources in a room and prints which of them some tests kill. Equal sources and seeds

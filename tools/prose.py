@@ -2,7 +2,7 @@
 
     $ python -m tools.prose                    # check the ceilings of all rooms (`make lint`)
     $ python -m tools.prose docs README.md     # list the findings of folders and files
-    $ python -m tools.prose --changed          # list the findings of lines that differ from HEAD
+    $ python -m tools.prose --changed          # list the findings of lines that differ from HEAD, and of new files
     $ python -m tools.prose --lower            # lower the ceilings of rooms that have improved
 
 A *room* is a path of ``tools/prose_ceilings.txt``. A file belongs to the room with the longest
@@ -35,6 +35,9 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parent.parent
 WORDS: Final = ROOT / "tools" / "words.txt"
 CEILINGS: Final = ROOT / "tools" / "prose_ceilings.txt"
+
+# The files that have prose.
+SUFFIXES: Final = (".py", ".md")
 
 MAX_SENTENCE_WORDS: Final = 30
 MAX_TRAILING_CHARS: Final = 40
@@ -397,20 +400,32 @@ def list_files(root: Path, paths: Sequence[str]) -> list[str]:
             for name in names
             if not any(part[0] == "." or part == "build" for part in name.split("/"))
         ]
-    return sorted(
-        {name for name in names if name.endswith((".py", ".md")) and (root / name).is_file()}
-    )
+    return sorted({name for name in names if name.endswith(SUFFIXES) and (root / name).is_file()})
 
 
 def list_changed_lines(root: Path, revision: str) -> dict[str, set[int]]:
-    """Return the numbers of the lines of each file that are new since a revision."""
-    command = ["git", "diff", "--unified=0", "--no-color", "--no-ext-diff", revision]
-    text = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    """Return the numbers of the lines of each file that are new since a revision.
+
+    All lines of a file are new if git does not track it yet.
+    """
+
+    def run_git(*words: str) -> str:
+        # Otherwise git writes the bytes of other letters than ASCII as numbers.
+        command = ["git", "-c", "core.quotePath=false", *words]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+
     changed: dict[str, set[int]] = {}
+    # A difference to a revision has no file that git does not track.
+    for name in run_git("ls-files", "--others", "--exclude-standard", "-z").split("\0"):
+        if name.endswith(SUFFIXES) and (root / name).is_file():
+            count = (root / name).read_text(encoding="utf-8").count("\n") + 1
+            changed[name] = set(range(1, count + 1))
     lines: set[int] = set()
-    for line in text.splitlines():
+    options = ("--unified=0", "--no-color", "--no-ext-diff", "--no-prefix")
+    for line in run_git("diff", *options, revision).splitlines():
         if line.startswith("+++ "):
-            lines = changed.setdefault(line[4:].removeprefix("b/"), set())
+            # Git ends a name that has a space by a tab.
+            lines = changed.setdefault(line[4:].removesuffix("\t"), set())
         elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
             lines.update(range(int(hunk[1]), int(hunk[1]) + int(hunk[2] or 1)))
     return changed

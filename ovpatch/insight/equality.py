@@ -44,7 +44,7 @@ class Difference:
 
 
 def measure_difference(a: Any, b: Any) -> Difference:
-    """Compare two numbers of one kind, or two strided tensors of one dtype and shape, perhaps on different devices.
+    """Compare two numbers of one type, or two strided tensors of one dtype and shape, perhaps on different devices.
 
     Complex values are compared component by component, integers exactly, whatever their size. Huge tensors are
     widened in chunks.

@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
-        """Counters of each feature that was on in every process, summed over the processes."""
+        """Counters of each feature that was on in every process, merged over the processes."""
         return {row["name"]: row["counters"] for row in self._features if row["state"] == "applied"}
 
     @property

@@ -492,8 +492,8 @@ def _restore_late_references(chains: Sequence[WrapperChain]) -> None:
 def reset_compiled_code() -> None:
     """Make compiled functions compile again at their next call.
 
-    Dynamo does not guard on methods of library classes. Without a reset, a graph from before ``apply()`` would run
-    without the patch, and a graph from before ``revert()`` would run with it.
+    Dynamo guards on functions that code reads from a module, but not on methods of library classes. Without a reset, a
+    graph from before ``apply()`` would run without a patch of a method, and a graph from before ``revert()`` with it.
     """
     dynamo = sys.modules.get("torch._dynamo")
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")

@@ -52,6 +52,7 @@ class FeatureReport:
         remarks: Remarks for the user.
         options: Value and source of every option; empty while the plugin is not imported.
         counters: Counters of the feature in this process.
+        levels: The counters that are no totals: ``level`` or ``peak`` by name.
         distribution: Distribution of the plugin.
         summary: One line; empty while the plugin is not imported.
         default: Whether a plain ``apply()`` turns it on; None while the plugin is not imported.
@@ -69,6 +70,7 @@ class FeatureReport:
     remarks: tuple[str, ...] = ()
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
+    levels: Mapping[str, str] = field(default_factory=dict)
     distribution: str = ""
     summary: str = ""
     default: bool | None = None
@@ -269,7 +271,7 @@ def _active(
     record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStatus], torch: str
 ) -> FeatureReport:
     state, reason = _live_state(patches)
-    counters, trouble = _counters(record.found.name, plugins)
+    counters, levels, trouble = _counters(record.found.name, plugins)
     remarks = [
         *record.remarks,
         *list_failures(record.found.name),
@@ -290,7 +292,8 @@ def _active(
             ways = ("popen_spawn_posix", "popen_forkserver")
             spawned = any(f"multiprocessing.{way}" in sys.modules for way in ways)
             remarks += [idle, SPAWNED] if spawned and "OVPATCH_AUTO" not in os.environ else [idle]
-    return _row(record, state, reason, tuple(dict.fromkeys(remarks)), counters)
+    row = _row(record, state, reason, tuple(dict.fromkeys(remarks)), counters)
+    return replace(row, levels=levels)
 
 
 def _idleness(
@@ -348,13 +351,15 @@ def _describe_patch(patch: PatchStatus) -> str:
     return f"{patch.target} is {patch.state.value}" + (f": {patch.reason}" if patch.reason else "")
 
 
-def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], list[str]]:
+def _counters(name: str, plugins: Plugins) -> tuple[dict[str, int], dict[str, str], list[str]]:
+    """Return the counters, the levels and peaks among them, and remarks."""
     try:
         raw: Mapping[str, int] = plugins.call_hook(name, "ovpatch_counters") or {}
-        return {str(key): int(count) for key, count in raw.items()}, []
+        levels: Mapping[str, str] = plugins.call_hook(name, "ovpatch_levels") or {}
+        return {str(key): int(count) for key, count in raw.items()}, dict(levels), []
     # A plugin's objects may raise any exception.
     except Exception as error:  # noqa: BLE001
-        return {}, [f"its counters cannot be read: {error}"]
+        return {}, {}, [f"its counters cannot be read: {error}"]
 
 
 def _call_remarks(name: str, plugins: Plugins) -> list[str]:

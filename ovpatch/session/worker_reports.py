@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,8 +20,8 @@ _Owned = tuple[_Json, _Json]
 def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     """Merge the reports of the processes of one job.
 
-    Counters are summed. After an elastic restart only the last generation of each rank counts; the
-    earlier ones stay in ``processes``.
+    Totals are summed. Of a level or peak, the report has that of the process with most. After an elastic restart only
+    the last generation of each rank counts; the earlier ones stay in ``processes``.
 
     Args:
         reports: :meth:`ovpatch.Report.to_json` of each process, with ``restart`` if known.
@@ -102,9 +101,9 @@ def _merge_feature(name: str, owned: Sequence[_Owned]) -> dict[str, Any]:
         owner for owner, report in owned if all(part["name"] != name for part in report["features"])
     ]
     state, reason = _merge_state(parts, absent)
-    counters: Counter[str] = Counter()
-    for _, part in parts:
-        counters.update(part["counters"])
+    # Files of earlier versions have no levels.
+    levels = {key: value for _, part in parts for key, value in part.get("levels", {}).items()}
+    counters = _merge_counters([part["counters"] for _, part in parts], levels)
     work: list[str] = next((part["work"] for _, part in parts if part["work"]), [])
     return {
         "name": name,
@@ -112,7 +111,8 @@ def _merge_feature(name: str, owned: Sequence[_Owned]) -> dict[str, Any]:
         "reason": reason,
         "remarks": _merge_remarks(parts, worked=did_work(counters, work)),
         "options": _merge_options(parts),
-        "counters": dict(counters),
+        "counters": counters,
+        "levels": levels,
         "distribution": parts[0][1]["distribution"],
         "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
         "reorders_products": any(part["reorders_products"] for _, part in parts),
@@ -120,6 +120,14 @@ def _merge_feature(name: str, owned: Sequence[_Owned]) -> dict[str, Any]:
         "gains": next((part["gains"] for _, part in parts if part.get("gains")), []),
         "fits": next((part["fits"] for _, part in parts if part.get("fits")), ""),
         "processes": [process for owner, part in parts for process in _list_processes(owner, part)],
+    }
+
+
+def _merge_counters(counts: Sequence[Mapping[str, int]], levels: _Json) -> dict[str, int]:
+    """Return the sum of each counter over processes or nodes, or the largest if it is no total."""
+    return {
+        name: (max if name in levels else sum)(count[name] for count in counts if name in count)
+        for name in dict.fromkeys(name for count in counts for name in count)
     }
 
 

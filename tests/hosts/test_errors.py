@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -14,12 +15,13 @@ from ovpatch.overlap.comm import consensus
 from ovpatch.overlap.comm.consensus import (
     RankMismatchError,
     check_consistent,
+    describe_missing,
     known_hosts,
     name_ranks,
 )
 from ovpatch.overlap.comm.hosts import find_host_layout
 from ovpatch.overlap.peer_rpc.client import Endpoint, Endpoints
-from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc, Shutdown
 from tests.support.hosts import fake_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,26 @@ def test_ranks_are_listed_with_the_hosts_that_are_known():
     assert name_ranks([1, 2, 5, 6], hosts) == "1, 2 (host a), 5 (host b), 6"
     assert name_ranks([1, 2], {}) == "1, 2"
     assert name_ranks(list(range(20)), {}) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_a_missing_rank_has_one_text_whatever_is_known_of_it():
+    hosts = {1: "a", 5: "b"}
+    for missing, text in (
+        ([], "not all ranks reached a step within 0.5 s"),
+        ([2], "rank 2 did not reach a step within 0.5 s"),
+        ([1, 2, 5], "rank 1 (host a), 2, 5 (host b) did not reach a step within 0.5 s"),
+    ):
+        assert describe_missing("a step", 0.5, missing, hosts) == text
+    assert describe_missing("a step", 300.0, [1]) == "rank 1 did not reach a step within 300 s"
+
+
+def test_a_rank_that_does_not_finish_is_named_with_its_host(caplog):
+    shutdown = Shutdown(1, [4, 7], mock.Mock(), mock.Mock(last_call_time=0.0), {4: "a", 7: "b"})
+    with mock.patch("ovpatch.overlap.peer_rpc.rpc.Request") as request:
+        request.return_value.list_pending.return_value = {0: "does not reply"}
+        request.return_value.deadline = 0.0
+        shutdown.wait(60.0)
+    assert "rank 4 (host a) did not reach its end within 60 s" in caplog.text
 
 
 def agree(group, terms, **options):
@@ -152,6 +174,9 @@ def find_unnamed_ranks(source: str) -> list[int]:
     """Return the lines of messages in which the word "rank" comes before a number without its host."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and re.search(r"\brank (?:%[sd]|\{\})", node.value):
+            found.append(node.lineno)
         if not isinstance(node, ast.JoinedStr):
             continue
         for text, value in zip(node.values, node.values[1:], strict=False):
@@ -167,6 +192,8 @@ def find_unnamed_ranks(source: str) -> list[int]:
 def test_no_error_about_peers_names_a_rank_without_its_host():
     assert find_unnamed_ranks('f"on rank {rank} of"') == [1]
     assert not find_unnamed_ranks('f"on rank {name_ranks([rank], hosts)} of"')
+    assert find_unnamed_ranks('log("rank %s is late", rank)') == [1]
+    assert find_unnamed_ranks('"rank {} is late".format(rank)') == [1]
     files = [path for folder in ABOUT_PEERS for path in (ROOT / folder).rglob("*.py")]
     lines = {
         str(path.relative_to(ROOT)): find_unnamed_ranks(path.read_text())

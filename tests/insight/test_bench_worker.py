@@ -333,7 +333,7 @@ def test_times_are_what_lies_between_marks(monkeypatch):
     clock = bench_worker.BorderClock(torch.device("cpu"), 2)
     for _ in range(3):
         clock.mark_border()
-    assert (clock.read_times(), clock.read_host_times(), clock.kind) == (
+    assert (clock.read_times(), clock.read_host_times(), clock.clock_name) == (
         [5.0, 2.0],
         [5.0, 2.0],
         "host clock",
@@ -400,7 +400,7 @@ def test_a_device_is_timed_where_it_works():
     clock.mark_border()
     clock.mark_border()
     long, short = clock.read_times()
-    assert clock.kind == "device events"
+    assert clock.clock_name == "device events"
     assert long > 10 * short
     assert memory.read_peak()["allocated"] >= 2 * x.numel() * 4
     assert bench_worker.choose_device(torch.device("cpu")) == device

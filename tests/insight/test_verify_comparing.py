@@ -37,16 +37,16 @@ def value(number=1.0, more=0.0, size=4):
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """``record(name, events, rank=0, cut=False)``: events are (kind, values) with a step's number after each step."""
+    """``record(name, events, rank=0, cut=False)``: events are (type, values) with a step's number after each step."""
 
     def record(name, *processes, cut=False):
         (tmp_path / name).mkdir()
         for rank, events in enumerate(processes):
             monkeypatch.setenv("RANK", str(rank))
             recorder, step = EventRecorder(tmp_path / name), 1
-            for kind, values in events:
-                recorder.record_event(kind, values, step=step, label="SGD")
-                if kind == STEP:
+            for event_type, values in events:
+                recorder.record_event(event_type, values, step=step, label="SGD")
+                if event_type == STEP:
                     step += 1
                     recorder.flush_events()
             recorder.flush_events()

@@ -35,9 +35,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Eve
     def recorded(events: Sequence[Event]) -> RecordedRun:
         folder, step = tmp_path_factory.mktemp("run"), 1
         recorder = EventRecorder(folder)
-        for kind, values in events:
-            recorder.record_event(kind, values, step=step, label="AdamW")
-            step += kind == STEP
+        for event_type, values in events:
+            recorder.record_event(event_type, values, step=step, label="AdamW")
+            step += event_type == STEP
         recorder.flush_events()
         return recording.read_recorded(folder)
 

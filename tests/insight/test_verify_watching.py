@@ -66,7 +66,9 @@ def test_two_optimizers_that_take_turns(watched):
                     optimizer.step()
 
     events = watched(train)
-    steps = [(event.index, event.label, event.step) for event in events if event.kind == "step"]
+    steps = [
+        (event.index, event.label, event.step) for event in events if event.event_type == "step"
+    ]
     sgd, adam = (0, "SGD"), (1, "AdamW")
     assert steps == [(*sgd, 1), (*adam, 1), (*sgd, 2), (*sgd, 3), (*adam, 3), (*sgd, 4)]
     assert {"parameter optimizer1:0.weight", "state optimizer1:0.weight.exp_avg"} <= set(
@@ -108,7 +110,7 @@ def test_a_step_that_raises_is_none_and_leaves_no_gradients_to_the_next(watched)
         own.fails = False
         own.step(closure)
 
-    (step,) = (event for event in watched(train) if event.kind == "step")
+    (step,) = (event for event in watched(train) if event.event_type == "step")
     assert (step.label, step.step) == ("Own", 1)
     assert torch.equal(step.values["gradient 0.weight"].values, net[0].weight.grad)
 
@@ -126,7 +128,7 @@ def test_every_value_of_a_step(watched):
         torch.save({"net": net.state_dict()}, "/dev/null")
 
     events = watched(train)
-    shape = [(event.kind, event.index, event.step) for event in events]
+    shape = [(event.event_type, event.index, event.step) for event in events]
     assert shape == [("backward", 0, 1), ("step", 0, 1), ("checkpoint", 0, 1)]
     values = events[1].values
     assert {name.partition(" ")[0] for name in values} == {
@@ -211,7 +213,7 @@ def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):
     watch.start_recording()
     torch.save([1], io.BytesIO())
     watch.patches.revert()  # nothing else is written from here on
-    assert [event.kind for event in recording.read_recorded(tmp_path).events("rank 0")] == [
+    assert [event.event_type for event in recording.read_recorded(tmp_path).events("rank 0")] == [
         "checkpoint"
     ]
 
@@ -261,8 +263,8 @@ def test_a_closure_makes_the_gradients_that_its_step_uses(watched):
         return loss
 
     events = watched(lambda: optimizer.step(closure))
-    assert [event.kind for event in events][-1] == "step"
-    assert {event.kind for event in events[:-1]} == {"backward"}
+    assert [event.event_type for event in events][-1] == "step"
+    assert {event.event_type for event in events[:-1]} == {"backward"}
     assert torch.equal(events[-1].values["gradient 0.weight"].values, net[0].weight.grad)
     assert "state 0.weight.prev_flat_grad" in events[-1].values
 
@@ -281,15 +283,17 @@ def test_a_skipped_step_leaves_its_loss_scale_and_no_step(watched):
         torch.amp.GradScaler("cpu", enabled=False).update()
 
     events = watched(train)
-    assert [event.kind for event in events] == [
+    assert [event.event_type for event in events] == [
         "backward", "step", "scale", "backward", "scale", "backward", "step", "scale",
     ]  # fmt: skip
-    assert [event.values["loss scale"].values for event in events if event.kind == "scale"] == [
+    assert [
+        event.values["loss scale"].values for event in events if event.event_type == "scale"
+    ] == [
         4.0,
         2.0,
         2.0,
     ]
-    assert [event.step for event in events if event.kind == "backward"] == [1, 2, 2]
+    assert [event.step for event in events if event.event_type == "backward"] == [1, 2, 2]
 
 
 def test_backwards_inside_a_backward_and_of_several_tensors(watched):
@@ -472,7 +476,7 @@ def test_what_is_frozen_is_watched_too(watched):
             sgd.step()
             net[0].weight.data.mul_(2)
 
-    steps = [event for event in watched(train) if event.kind == recording.STEP]
+    steps = [event for event in watched(train) if event.event_type == recording.STEP]
     first, second = (event.values["frozen 0.weight"].values for event in steps)
     assert torch.equal(second, first * 2)
     assert not [

@@ -9,6 +9,7 @@ chance in it. Sums of flags are doubled, as if a peer had raised the same ones; 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -28,6 +29,8 @@ _WARM_UP_STEPS: Final = 24
 #: Python 3.12 runs these in the frame of their function, so they do not count in earlier versions either.
 _INLINED: Final = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>"})
 
+_ENTER_GENERATOR: Final = contextlib._GeneratorContextManager.__enter__.__code__
+
 
 def _list_roots() -> list[str]:
     import ovpatch
@@ -39,10 +42,16 @@ def _list_roots() -> list[str]:
 
 
 class Calls:
-    """The calls of functions of ovpatch and its plugins, while the object is the profiler of all threads."""
+    """The calls of functions of ovpatch and its plugins, while the object is the profiler of all threads.
+
+    Attributes:
+        found: File, function and first line of each call.
+        generators: The functions of ovpatch that ``contextlib`` made context managers of, for each entry of one.
+    """
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str, int]] = []
+        self.generators: list[str] = []
         self._roots = _list_roots()
 
     def __enter__(self) -> Calls:
@@ -58,6 +67,10 @@ class Calls:
         code = frame.f_code
         if event != "call" or code.co_name in _INLINED:
             return
+        if code is _ENTER_GENERATOR:
+            entered = frame.f_locals["self"].gen.gi_code
+            if entered.co_filename.startswith(tuple(self._roots)):
+                self.generators.append(entered.co_name)
         # The wrappers of patches have the globals of the wrapped function, so the file decides.
         for root in self._roots:
             if code.co_filename.startswith(root):
@@ -83,6 +96,12 @@ def _double_flags() -> None:
     dist.ProcessGroup.allreduce = allreduce
 
 
+def _count_norms() -> int:
+    import ovpatch
+
+    return ovpatch.report()["dist_optimizer"].counters.get("norms", 0)
+
+
 def trace(*features: str) -> dict[str, Any]:
     """Return the calls of a steady step, with proof of its work.
 
@@ -91,7 +110,9 @@ def trace(*features: str) -> dict[str, Any]:
 
     Returns:
         ``calls``: file, function and first line of each call, in order. ``grads``: the classes of the gradients after
-        backward. ``counters``: by feature, how much each counter has grown in the step.
+        backward. ``counters``: by feature, how much each counter has grown in the step. ``generators``: the functions
+        whose generators were context managers of a step that also scales, unscales and clips. ``norms``: how many
+        norms ``dist_optimizer`` has summed in this step.
     """
     import ovpatch
 
@@ -129,8 +150,24 @@ def trace(*features: str) -> dict[str, Any]:
     }
     with Calls() as again:
         step()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaled_step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(inputs).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaled_step()
+    norms = _count_norms()
+    with Calls() as scaled:
+        scaled_step()
     return {
         "calls": calls.found,
+        "generators": scaled.generators,
+        "norms": _count_norms() - norms,
         "grads": classes,
         "counters": grown,
         "is_steady": calls.found == again.found,

@@ -252,7 +252,7 @@ class ArmRow:
     tflops: float | None
     # Share of the device's peak, 0 to 1, without recomputation.
     mfu: float | None
-    # Bytes by kind of peak, of the rank with most; the median over rounds.
+    # Bytes by peak, of the rank with most; the median over rounds.
     memory: dict[str, int]
 
 
@@ -405,7 +405,7 @@ def format_report(
 
 def _columns(figures: BenchFigures) -> list[tuple[str, Callable[[ArmRow], str]]]:
     """Return the head and the cell of each column; one that is empty in all rows is left out."""
-    kinds = dict.fromkeys(kind for row in figures.rows for kind in row.memory)
+    peaks = dict.fromkeys(peak for row in figures.rows for peak in row.memory)
     return [
         ("run", lambda row: row.kind),
         ("ms/step", lambda row: format_number(row.ms.median)),
@@ -416,8 +416,8 @@ def _columns(figures: BenchFigures) -> list[tuple[str, Callable[[ArmRow], str]]]
         ("TFLOP/s", lambda row: format_number(row.tflops)),
         ("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
         *(
-            (f"{kind} GiB", lambda row, kind=kind: f"{row.memory[kind] / 2**30:.2f}")
-            for kind in kinds
+            (f"{peak} GiB", lambda row, peak=peak: f"{row.memory[peak] / 2**30:.2f}")
+            for peak in peaks
         ),
     ]
 

@@ -75,8 +75,8 @@ class BorderClock:
         return [before.elapsed_time(after) for before, after in pairwise(used)]
 
     @property
-    def kind(self) -> str:
-        """Kind of clock."""
+    def clock_name(self) -> str:
+        """``device events`` or ``host clock``."""
         return "device events" if self._events else "host clock"
 
 
@@ -224,7 +224,7 @@ class _Worker:
             "device": get_device_name(self._device),
             "clock_mhz": read_clock_mhz(self._device),
             "steps": self._steps.count,
-            "clock": self._clock.kind if self._clock is not None else None,
+            "clock": self._clock.clock_name if self._clock is not None else None,
             "ms": self._clock.read_times() if self._clock is not None else [],
             "host_ms": self._clock.read_host_times() if self._clock is not None else [],
             "memory": self._memory.read_peak() if self._memory is not None else {},
@@ -546,7 +546,7 @@ class _Counting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # Fake tensors only work out a shape, and compute nothing.
-        if any(issubclass(kind, FakeTensor) for kind in types):
+        if any(issubclass(cls, FakeTensor) for cls in types):
             return func(*args, **(kwargs or {}))
         # A DTensor has the full shape. Its operation is dispatched again, with local tensors.
         if any(map(_dispatches, types)):
@@ -584,8 +584,8 @@ def _recomputes() -> bool:
     return frame is not None
 
 
-def _dispatches(kind: type) -> bool:
-    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+def _dispatches(cls: type) -> bool:
+    return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def _dtype(args: Sequence[Any]) -> str:

@@ -55,7 +55,7 @@ class Measured:
     taken: int = 0
     # Kind of clock.
     clock: str = ""
-    # Bytes of each kind of peak, of the rank with most.
+    # Bytes of each peak, of the rank with most.
     memory: Mapping[str, int] = field(default_factory=dict)
     # Samples per step over all ranks, None if unknown.
     samples: float | None = None
@@ -94,7 +94,7 @@ def read_measured(folder: Path) -> Measured:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])
     clocks = {rank["clock"] for rank in ranks if rank["clock"]}
-    # Clocks of different kinds cannot be compared.
+    # Times of different clocks cannot be compared.
     column = "ms" if len(clocks) == 1 else "host_ms"
     first = ranks[0]
     missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
@@ -103,7 +103,7 @@ def read_measured(folder: Path) -> Measured:
         taken=min(rank["steps"] for rank in ranks),
         clock=clocks.pop() if len(clocks) == 1 else "host clock",
         memory={
-            kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]
+            peak: max(rank["memory"].get(peak, 0) for rank in ranks) for peak in first["memory"]
         },
         samples=None if missing else _sum([rank["batch"]["samples"] for rank in ranks]),
         tokens=None if missing else _sum([rank["batch"]["tokens"] for rank in ranks]),

@@ -54,7 +54,7 @@ class Noise:
     """The noise of values: differences between stock runs, while these have the same events.
 
     One or two further runs may move a value little by chance, so values share their noise. Values of the
-    same kind, dtype and shape share it if their names differ in numbers only, as in a model's layers. Values of all
+    same role, dtype and shape share it if their names differ in numbers only, as in a model's layers. Values of all
     processes and of all steps so far count. The noise is the largest relative noise of them, but at most the largest
     absolute noise: a layer with almost no gradient moves by much of it, and this must not count for other layers.
     """
@@ -162,8 +162,8 @@ BY_LAST_STEP: Final = "the step before"
 
 #: Each rule in words, after "2 values differ by no more than".
 RULES: Final = {
-    BY_FLOOR: f"{equality.FLOOR:g}, which is always allowed, or a thousandth of the largest of a kind if that is less",
-    BY_NOISE: "twice what stock moved values of a kind, four times for one element, three times for a single number",
+    BY_FLOOR: f"{equality.FLOOR:g}, always allowed, or a thousandth of the largest of a family if that is less",
+    BY_NOISE: "twice what stock moved values like it, four times for one element, three times for a single number",
     BY_LAST_PLACE: "that and one unit in the last place, where stock moved anything of the step",
     BY_CHANCE: "stock differs from itself: it does not repeat them",
     BY_LAST_STEP: "the parameters that they were saved from",
@@ -319,7 +319,7 @@ class RunComparison:
     values: int = 0
     # Last compared step, 0 for none.
     steps: int = 0
-    # Number of compared events of each kind.
+    # Number of compared events of each type.
     events: dict[str, int] = field(default_factory=dict)
     # Unreadable values, with their classes.
     unread: dict[str, str] = field(default_factory=dict)
@@ -372,10 +372,10 @@ class RunComparison:
         }
         self.unread |= unread
         self.values += len(event.values) - len(unread)
-        self.events[event.kind] = self.events.get(event.kind, 0) + 1
-        if event.kind == recording.BACKWARD:
+        self.events[event.event_type] = self.events.get(event.event_type, 0) + 1
+        if event.event_type == recording.BACKWARD:
             self.finite += all(map(_is_finite, event.values.values()))
-        if event.kind == recording.STEP:
+        if event.event_type == recording.STEP:
             self.steps = max(self.steps, event.step)
             found = [value for name, value in event.values.items() if name.startswith("parameter ")]
             self.parameters += len(found)
@@ -393,7 +393,7 @@ def compare_runs(
 ) -> RunComparison:
     """Compare a patched run with a stock run.
 
-    Events are compared in order. If their kinds differ, for example because one run skips a step, this is a
+    Events are compared in order. If their types differ, for example because one run skips a step, this is a
     difference, and the rest of the process is not compared. A run that failed or was ended may stop anywhere. Its
     events so far are compared.
 
@@ -458,12 +458,12 @@ def _compare_process(
         rows = compare_values(
             expected.values, actual.values, noise_runs, partial(noise.get_noise, expected)
         )
-        if expected.kind == recording.STEP:
+        if expected.event_type == recording.STEP:
             both = expected.values.keys() & actual.values.keys()
             latest |= {
                 name: (expected.values[name].digest, actual.values[name].digest) for name in both
             }
-        if expected.kind == recording.CHECKPOINT and rows:
+        if expected.event_type == recording.CHECKPOINT and rows:
             known = {digests: name for name, digests in latest.items()}
             rows = [_allow_if_unchanged(row, expected.values, actual.values, known) for row in rows]
         compared.findings += [
@@ -575,13 +575,13 @@ def _measure_scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
 
 
 def _get_family(name: str) -> str:
-    """Return the family of a value: gradients, states of one kind, values saved under one outermost key, and so on."""
-    kind, _, rest = name.partition(" ")
-    if kind == "state":
+    """Return the family of a value: gradients, states of one name, values saved under one outermost key, and so on."""
+    role, _, rest = name.partition(" ")
+    if role == "state":
         return f"state {rest.rpartition('.')[2]}"
-    if kind == "saved":
+    if role == "saved":
         return f"saved {rest.partition('.')[0]}"
-    return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
+    return role if role in ("gradient", "parameter", "buffer", "frozen") else name
 
 
 def _make_row_of_sums(row: Row) -> Row:

@@ -26,7 +26,7 @@ class RecordedEvent:
     """An event of a process."""
 
     # One of BACKWARD, STEP, SCALE and CHECKPOINT.
-    kind: str
+    event_type: str
     # Number of the optimizer, in the order of their first steps.
     index: int
     # Class of the optimizer, or file of the checkpoint.
@@ -45,7 +45,7 @@ class RecordedEvent:
     @property
     def signature(self) -> tuple[str, int]:
         """The part that must be equal in two runs."""
-        return self.kind, self.index
+        return self.event_type, self.index
 
     def __str__(self) -> str:
         return {
@@ -53,7 +53,7 @@ class RecordedEvent:
             STEP: f"step {self.step} of optimizer {self.index} ({self.label})",
             SCALE: "GradScaler.update()",
             CHECKPOINT: f"a checkpoint ({self.label})",
-        }[self.kind]
+        }[self.event_type]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def read_recorded(
     return RecordedRun(processes, cut)
 
 
-#: Kinds of events.
+#: Types of events.
 BACKWARD: Final = "backward"
 STEP: Final = "step"
 SCALE: Final = "scale"
@@ -118,7 +118,7 @@ class EventRecorder:
 
     def record_event(
         self,
-        kind: str,
+        event_type: str,
         values: Mapping[str, KeptValue],
         *,
         step: int,
@@ -128,7 +128,7 @@ class EventRecorder:
         """Add an event; see :class:`RecordedEvent` for its parts."""
         kept = {name: tuple(value) for name, value in values.items()}
         self._events.append(
-            {"kind": kind, "index": index, "label": label, "step": step, "values": kept}
+            {"kind": event_type, "index": index, "label": label, "step": step, "values": kept}
         )
 
     def flush_events(self) -> None:
@@ -255,8 +255,8 @@ def describe_nonfinite(tensor: Tensor) -> str:
     if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
         return ""
     tensor = tensor.detach()
-    kinds = tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3
-    return f"{int((kinds != 0).sum())} not finite, {compute_digest(kinds.to(torch.uint8))}"
+    marks = tensor.isnan() * 1 + tensor.isposinf() * 2 + tensor.isneginf() * 3
+    return f"{int((marks != 0).sum())} not finite, {compute_digest(marks.to(torch.uint8))}"
 
 
 @lru_cache(maxsize=16)
@@ -281,7 +281,7 @@ _SCALARS: Final = (bool, int, float, complex)
 class KeptValue(NamedTuple):
     """One value, as stored."""
 
-    # The kind of value, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
+    # The class of the value, with dtype and shape, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
     form: str
     # Digest of all bits of the value.
     digest: str

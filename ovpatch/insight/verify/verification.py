@@ -483,13 +483,13 @@ class _Verifier:
         for number in range(2, _MAX_NOISE_REPEATS + 2):
             if self._failed or not self._may_be_chance(wrong):
                 break
-            kind = "rerun" if self._unsteady else "reordered"
+            repeat = "rerun" if self._unsteady else "reordered"
             details = {} if self._unsteady else self._make_reordering(number)
-            name = f"{kind}-{number}"
+            name = f"{repeat}-{number}"
             if answer := self._run_noise(name, **details):
                 return answer
             found = compare_runs(self._stock, self._noise_runs[name])
-            self._noise[f"{kind} {number}"] = self._describe_noise(name, found)
+            self._noise[f"{repeat} {number}"] = self._describe_noise(name, found)
             self._compared = compare_runs(self._stock, self._patched, self._noise_runs)
         return None
 
@@ -585,7 +585,7 @@ class _Verifier:
                     f"{finding.step} on, because the order of events there differs between stock "
                     "runs."
                 )
-        unread = [f"'{name}' ({kind})" for name, kind in self._compared.unread.items()]
+        unread = [f"'{name}' ({class_name})" for name, class_name in self._compared.unread.items()]
         if unread:
             more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
             self.notes.append(
@@ -595,13 +595,13 @@ class _Verifier:
     def _describe_scope(self) -> str:
         """Return how many values are equal, and how, with the features that did work."""
         compared, patched = self._compared, self._outcomes["patched"]
-        equality_kind = self._find_equality()
+        conclusion = self._find_equality()
         unequal = sum(finding.row.name != ORDER for finding in compared.findings)
         steps, ranks = _count(compared.steps, "step"), _count(len(compared.processes), "rank")
         scope = f"{_count(compared.values, 'value')} of {steps} on {ranks}"
-        if equality_kind is Conclusion.BITWISE:
+        if conclusion is Conclusion.BITWISE:
             text = f"all {scope} have stock's bits"
-        elif equality_kind is Conclusion.FLOOR:
+        elif conclusion is Conclusion.FLOOR:
             text = (
                 f"{compared.values - unequal} of {scope} have stock's bits, and the rest differs "
                 f"by at most {equality.FLOOR:g}"

@@ -77,8 +77,10 @@ def _list_details(result: Verification) -> Iterator[str]:
 
 
 def _describe_values(compared: RunComparison) -> str:
-    kinds = {"backward": "losses", "step": "optimizer steps", "checkpoint": "checkpoints"}
-    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in kinds.items())
+    event_types = {"backward": "losses", "step": "optimizer steps", "checkpoint": "checkpoints"}
+    events = ", ".join(
+        f"{compared.events.get(event, 0)} {name}" for event, name in event_types.items()
+    )
     processes = ", ".join(compared.processes)
     return f"{compared.values} values on {processes}, to step {compared.steps}: {events}"
 

@@ -481,6 +481,26 @@ def name_group_ranks(group: dist.ProcessGroup, ranks: Iterable[int]) -> str:
     return name_ranks([dist.get_global_rank(group, rank) for rank in ranks], known_hosts(group))
 
 
+def describe_missing(
+    place: str,
+    timeout_s: float,
+    ranks: Sequence[int] = (),
+    hosts: Mapping[int, str] | None = None,
+) -> str:
+    """Return the clause of a message that ranks are missing: ``rank 1 (host a) did not reach a step within 5 s``.
+
+    Args:
+        place: The place in the program where this rank waits for them.
+        timeout_s: The time that this rank has waited, in seconds.
+        ranks: The missing global ranks. Default: this rank knows only that some rank is missing.
+        hosts: See :func:`name_ranks`. Default: no host is known.
+    """
+    missing = f"rank {name_ranks(ranks, hosts or {})} did not reach" if ranks else _NOT_ALL_REACHED
+    return f"{missing} {place} within {timeout_s:g} s"
+
+
+_NOT_ALL_REACHED: Final = "not all ranks reached"
+
 _REMEDY_LATE: Final = (
     "Let all ranks build the model at about the same time, or give them a larger timeout."
 )

@@ -18,6 +18,7 @@ from ovpatch.overlap.comm.consensus import (
     LATE_START_S,
     RankMismatchError,
     agree_on_name,
+    describe_missing,
     wait_limit_s,
 )
 from ovpatch.overlap.comm.lifetimes import (
@@ -237,7 +238,9 @@ class HostBarrier:
         while not self._have_all_arrived(self._read_count()):
             waited_s = time.monotonic() - begin
             if waited_s > self._timeout_s:
-                raise RuntimeError(_ERROR_MISSING.format(self._timeout_s))
+                # The store has the number of arrivals alone, so the missing ranks are unknown.
+                missing = describe_missing("the same collective", self._timeout_s)
+                raise RuntimeError(f"ovpatch: {missing}. {_REMEDY_MISSING}")
             # Short waits are common and must end quickly.
             time.sleep(min(waited_s / 8, self._max_pause_s))
 
@@ -268,9 +271,6 @@ def _is_in_file(store: dist.Store) -> bool:
 _REMEDY_MISSING: Final = (
     "Check the output of its peers: a rank may have exited, hang, or run other steps "
     "than this rank."
-)
-_ERROR_MISSING: Final = (
-    "ovpatch: not all ranks reached the same collective within {:g} s. " + _REMEDY_MISSING
 )
 _ERROR_ABORTED: Final = (
     "ovpatch: a rank does not join this collective, because it stepped its optimizer with "

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.consensus import known_hosts, name_ranks
+from ovpatch.overlap.comm.consensus import describe_missing, known_hosts, name_ranks
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
@@ -73,6 +73,7 @@ class PeerRpc:
             self._global_ranks,
             self._endpoints,
             self._server,
+            self._hosts,
             lambda: retention.list_awaited_ranks(reference()),
         )
         self._endpoints.publish(self._rank, self._server.endpoint)
@@ -332,6 +333,7 @@ class Shutdown:
         global_ranks: The global rank of each group rank.
         endpoints: The endpoints of the ranks.
         server: The server of this process.
+        hosts: The known host names of the ranks, by global rank.
         list_awaited: Returns the group ranks whose final calls this rank has not served.
 
     Attributes:
@@ -346,6 +348,7 @@ class Shutdown:
         global_ranks: Sequence[int],
         endpoints: Endpoints,
         server: Server,
+        hosts: Mapping[int, str],
         list_awaited: Callable[[], Sequence[int]],
     ) -> None:
         self.rank = rank
@@ -356,6 +359,7 @@ class Shutdown:
         self._global_ranks = global_ranks
         self._endpoints = endpoints
         self._list_awaited = list_awaited
+        self._hosts = hosts
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
@@ -390,10 +394,9 @@ class Shutdown:
             # The last peer that reads may not have received all of its reply.
             self.server.wait_for_replies(timeout_s)
         if request.list_pending() and not (is_destroyed and not self._list_awaited()):
-            late = ", ".join(str(self._global_ranks[rank]) for rank in request.list_pending())
-            _log.warning(
-                "rank %s has not finished within %g s, and this rank stops waiting", late, timeout_s
-            )
+            late = [self._global_ranks[rank] for rank in request.list_pending()]
+            missing = describe_missing("its end", timeout_s, late, self._hosts)
+            _log.warning("%s, and this rank stops waiting", missing)
 
 
 def run_shutdown(shutdowns: Iterable[Shutdown], timeout_s: float) -> None:

@@ -28,6 +28,7 @@ from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run
 CHUNKS = 4
 
 _get_dtype = operator.attrgetter("dtype")
+# The bias is the same on all ranks here, so it is added once, after the sum.
 _LINEAR_SCATTER = LinearScatterThenBias()
 
 
@@ -81,6 +82,7 @@ def all_gather_linear(
         tp_group.get_tp_group(group, x.device),
         dim=dim,
         weight_count=len(weights),
+        # The backward for an input without a gradient sends nothing, so this input is kept gathered.
         is_constant=not x.requires_grad,
     )
     results: tuple[Tensor, ...] = run_operator(call, x, *weights, *bias_list)

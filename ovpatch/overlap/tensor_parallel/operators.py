@@ -251,6 +251,7 @@ class LinearScatterThenBias(LinearScatter):
         self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         rows = schedule.linear_scatter(ranks, x, weight)
+        # The rows are new memory of the collective, so the sum in place changes no tensor of the caller.
         return rows if bias is None else rows.add_(bias)
 
 

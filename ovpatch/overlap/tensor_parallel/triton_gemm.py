@@ -158,7 +158,8 @@ def _pull(
     pid = tl.program_id(0)
     sequence = tl.load(state + SEQUENCE)
     blocks, columns = tl.cdiv(m, BM), tl.cdiv(K, PC)
-    # Each rank begins with another peer, so that the load spreads over the links.
+    # Each rank begins with another peer. If all began with rank 0, its links would be the bottleneck, while the
+    # links of all other ranks were idle. The tiles of gather_gemm_kernel follow the same order.
     for step in range(1, WORLD):
         source = (rank + step) % WORLD
         wait_for(signals_of(peers, rank) + READY + source, sequence)

@@ -417,7 +417,8 @@ def _check_operand(does_fit: bool, operand_name: str, operand: Tensor, expected:
 
 
 def _align_bias(bias: Tensor) -> Tensor:
-    # A launch is compiled for aligned pointers.
+    # The kept kernel was compiled for addresses that are multiples of 16, and never inspects an address again; see
+    # [Note: inspected once]. A bias that is a slice of a larger tensor may begin anywhere.
     return bias.clone() if bias.data_ptr() % 16 else bias
 
 

@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.consensus import name_group_ranks, wait_limit_s
+from ovpatch.overlap.comm.consensus import (
+    describe_missing,
+    known_hosts,
+    name_group_ranks,
+    wait_limit_s,
+)
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_values,
@@ -66,7 +71,7 @@ _REASON_MISSING: Final = (
 )
 
 _WARNING_WAITING: Final = (
-    "{} waits for the first step of this optimizer on its peers, for up to {:g} s. {}"
+    "{} waits for the first step of this optimizer on its peers, for up to {:g} s: {}. {}"
 )
 
 #: The name of votes among the operations of a process group. Backwards have their model's name.
@@ -326,8 +331,10 @@ class StepVotes:
                     self._topic, {"vote": number}, missing, _REPLY_TIMEOUT_S
                 )
                 votes |= {rank: Vote(**header) for rank, (header, _) in replies.items() if header}
-                is_missing = len(votes) <= len(self._peers)
-                if is_missing and self._can_end(number, own.text, time.monotonic() - begin):
+                late = [
+                    dist.get_global_rank(group, rank) for rank in self._peers if rank not in votes
+                ]
+                if late and self._can_end(number, own.text, time.monotonic() - begin, late):
                     return False
         except PeerError as error:
             self._end(f"{error} {_REMEDY}")
@@ -356,7 +363,9 @@ class StepVotes:
 
     # ---------------------------------------------------------------- ranks that wait for each other
 
-    def _can_end(self, number: int, text: str, waited_s: float) -> bool:
+    def _can_end(
+        self, number: int, text: str, waited_s: float, missing: Sequence[int] = ()
+    ) -> bool:
         """Return whether a vote ends without a missing rank, which has promised to end it as well.
 
         Args:
@@ -364,11 +373,15 @@ class StepVotes:
             text: The description of an optimizer at its first step. The process group's own timeout
                 limits other votes.
             waited_s: The time that this rank has waited, in seconds.
+            missing: The missing global ranks. Default: an all-reduce does not show them.
         """
         is_late = bool(text) and waited_s > self._timeout_s
         if text and waited_s > WARNING_DELAY_S and self._warned_vote != number:
             self._warned_vote = number
-            _log.warning("%s", _WARNING_WAITING.format(text, self._timeout_s, _REMEDY))
+            group = self._group()
+            hosts = {} if group is None else known_hosts(group)
+            late = describe_missing("it", WARNING_DELAY_S, missing, hosts)
+            _log.warning("%s", _WARNING_WAITING.format(text, self._timeout_s, late, _REMEDY))
         if not (is_late or self._leads_to(VOTES, number, [dist.get_rank()])):
             return False
         return self._promises_end(number)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, TypeVar
 
@@ -410,22 +409,29 @@ def _call_with_shards(
         detach_shards(lazy)
 
 
-@contextmanager
-def _updating_shards(places: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
-    """Mark an update of sharded gradients in place while the block runs, on all ranks.
+class _updating_shards:
+    """A block that updates sharded gradients in place, on all ranks.
 
     A rank may have materialized a gradient. The block changes the full gradient there, and the
     shard follows, because peers read the shard.
     """
-    models = list(dict.fromkeys(model for model, _ in places))
-    for model in models:
-        model.versions.begin_update()
-    try:
-        yield
-    finally:
+
+    # A step enters it, and a generator of contextlib would cost several times as much.
+
+    __slots__ = ("_models", "_places")
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._models = list(dict.fromkeys(model for model, _ in self._places))
+        for model in self._models:
+            model.versions.begin_update()
+
+    def __exit__(self, *_error: object) -> None:
         with torch.no_grad():
-            for model, index in places:
+            for model, index in self._places:
                 if model.has_grad(index) and not model.is_lazy(index):
                     model.reduced_shard(index).copy_(model.local_shard(index))
-        for model in models:
+        for model in self._models:
             model.versions.end_update()

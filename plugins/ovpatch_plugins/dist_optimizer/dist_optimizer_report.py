@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from ovpatch.hookspecs import FeatureCounters
+from ovpatch.hookspecs import FeatureCounters, Level
 
 
 class Counters(FeatureCounters):
-    """Totals since the process started, and two levels: state_bytes and state_bytes_whole.
+    """Totals since the process started, and levels.
 
     Attributes:
         optimizers: Optimizers with sharded steps.
@@ -28,9 +28,12 @@ class Counters(FeatureCounters):
         norms: Gradient norms computed from shards.
         state_reads: Reads of lazy optimizer state.
         bytes_pulled: Optimizer state that peers sent for these reads, in bytes.
-        state_read_ms: Duration of these reads, in milliseconds.
-        state_bytes: Optimizer state that this rank keeps of sharded parameters, in bytes.
-        state_bytes_whole: Size of the full state of these parameters, in bytes.
+        state_read_ms: Duration of these reads, in milliseconds; in a merged report, that of the
+            slowest rank.
+        state_bytes: Optimizer state that this rank keeps of sharded parameters, in bytes; in a
+            merged report, the largest of a rank.
+        state_bytes_whole: Size of the full state of these parameters, in bytes; in a merged report,
+            the largest of a rank.
     """
 
     optimizers: int = 0
@@ -48,9 +51,9 @@ class Counters(FeatureCounters):
     norms: int = 0
     state_reads: int = 0
     bytes_pulled: int = 0
-    state_read_ms: int = 0
-    state_bytes: int = 0
-    state_bytes_whole: int = 0
+    state_read_ms: Level = 0
+    state_bytes: Level = 0
+    state_bytes_whole: Level = 0
 
 
 COUNTERS = Counters()

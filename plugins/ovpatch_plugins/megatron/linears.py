@@ -322,7 +322,8 @@ def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> T
     hook is called on the thread of the backward.
     """
     layers = _get_layers()
-    # The saved weight may be another tensor object without this attribute. Megatron sets it here as well.
+    # Hooks for saved tensors, such as those of an offload to the CPU, make another tensor object of the saved weight,
+    # which lacks the attribute. Megatron sets it here as well.
     weight.main_grad = main_grad
     kernels = layers.fused_weight_gradient_mlp_cuda
     if main_grad.dtype == torch.float32:

@@ -303,7 +303,7 @@ class MeasuredPlans(PlanCandidates):
             return self._uncut
         # A power of two keeps the number of measurements small.
         rounded = 1 << round(math.log2(tokens))
-        # Deterministic algorithms may be slower, so they have their own choice.
+        # The autotuner measures nothing while algorithms must be deterministic, so a choice holds in one mode alone.
         key = (torch.are_deterministic_algorithms_enabled(), trains, rounded)
         plan = self._chosen.get(key)
         if plan is None:

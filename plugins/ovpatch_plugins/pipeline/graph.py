@@ -8,14 +8,18 @@ from typing import Any, Final
 
 from torch import Tensor
 
+# Autocast casts a weight, and a linear transposes it, before a GEMM reads it.
 _CASTS: Final = ("TBackward0", "ToCopyBackward0")
 _REENTRANT: Final = "CheckpointFunctionBackward"
 
 
 def walk_graph(outputs: Sequence[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
     """Return the nodes of the graph that leads to tensors, and its leaves by id."""
+    # Edges of inputs without a gradient lead to None.
     seen: set[Any] = {None}
+    # A list instead of recursion, because graphs of deep models exceed Python's limit of recursion.
     nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
+    # An output that is a leaf has no node in the graph, so the walk below would miss it.
     leaves: dict[int, Tensor] = {
         id(output): output for output in outputs if output.grad_fn is None and output.requires_grad
     }

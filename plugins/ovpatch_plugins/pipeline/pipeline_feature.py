@@ -12,6 +12,7 @@ from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
 from ovpatch_plugins.pipeline.options import OPTIONS
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
+# Torch's classes that define their own _step_microbatches. All others inherit one of these.
 _CLASSES = (
     (_SCHEDULES, "ScheduleGPipe"),
     (_SCHEDULES, "Schedule1F1B"),
@@ -81,6 +82,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
 def _wrap_step(
     original: Callable[..., Any], owner: str, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
+    # The manager wraps a method once the script has imported its class, so apply() itself imports no runtime.
     from ovpatch_plugins.pipeline.pipeline_attach import SchedulePatches
 
     return SchedulePatches(options).wrap_step(original, owner)

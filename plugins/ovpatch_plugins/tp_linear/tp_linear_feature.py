@@ -56,6 +56,7 @@ def list_remarks() -> Sequence[str]:
     """Return the measured choices, the linears that stock PyTorch computes, and the number of unused GEMMs."""
     from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
+    # A module that the job has not imported has nothing to report, and a report must not import it.
     autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     fused = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
@@ -86,6 +87,7 @@ def _wrap(apply_style: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(apply_style)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
+        # The function is looked up at the call: transformers imports the styles in every script, and few apply them.
         return getattr(_load_attach(), name)(apply_style, self, module, device_mesh)
 
     return _apply

@@ -222,6 +222,36 @@ def test_one_rank_may_drop_a_gradient(ranks):
         compare(result["stock"], result["patched"], reordered=result["stock"]).assert_equal()
 
 
+def read_before_and_after(is_scaled: bool) -> list[Record]:
+    """Rank 0 reads its gradients before they are scaled in place, and rank 1 reads those of rank 0 afterwards."""
+    model = ddp(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_scaled)
+    norm = torch.tensor(1.0)
+    found: list[Record] = []
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(data(step, 4, 6)).square().mean()).backward()
+        if dist.get_rank() == 0:
+            for param in model.parameters():
+                float(param.grad.sum())
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+        if dist.get_rank() == 1:
+            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_peers_read_a_gradient_as_it_is_after_an_update_in_place(ranks, is_scaled):
+    for rank, result in enumerate(ranks(2)(both, read_before_and_after, is_scaled)):
+        assert result["counters"]["grads_read"] > 0, "the other rank has to serve a shard"
+        if rank == 1:
+            compare(result["stock"], result["patched"]).assert_bitwise()
+
+
 # --- what the last bit of a norm does ---
 
 

@@ -23,49 +23,7 @@ from tests.plugins.dist_optimizer.checks import (
 )
 from tests.plugins.dist_optimizer.test_loops import net
 
-KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "sgd, nesterov": (
-        torch.optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ),
-    "sgd, dampening": (
-        torch.optim.SGD,
-        {"lr": 0.001, "momentum": 0.9, "dampening": 0.5, "maximize": True},
-    ),
-    "sgd, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
-    "adam, amsgrad, fused": (
-        torch.optim.Adam,
-        {"lr": 0.01, "amsgrad": True, "fused": True, "weight_decay": 0.1},
-    ),
-    "adam, lr tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
-    "adamw": (
-        torch.optim.AdamW,
-        {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
-    ),
-    "adamw, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True, "weight_decay": 0.1}),
-    "adagrad": (
-        torch.optim.Adagrad,
-        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
-    ),
-    "adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
-    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
-    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 3}),
-    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
-}
-STEPS = 5
-LONGER = {"radam": 8}  # whose first five steps are without the second moment
-ONE_BY_ONE = ("sgd", "sgd, dampening", "adam, lr tensor")
-KINDS |= {
-    f"{name}, foreach": (cls, kwargs | {"foreach": True})
-    for name, (cls, kwargs) in KINDS.items()
-    if "fused" not in name and name not in ONE_BY_ONE
-}
+# --- optimizers of scripts ---
 
 
 class OwnStep(torch.optim.AdamW):
@@ -116,11 +74,71 @@ class Handing(Written):
         p.sub_(p.grad, alpha=lr)
 
 
+# --- tables: a row is a case of the tests below ---
+
+KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd, nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "sgd, dampening": (
+        torch.optim.SGD,
+        {"lr": 0.001, "momentum": 0.9, "dampening": 0.5, "maximize": True},
+    ),
+    "sgd, fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam, amsgrad, fused": (
+        torch.optim.Adam,
+        {"lr": 0.01, "amsgrad": True, "fused": True, "weight_decay": 0.1},
+    ),
+    "adam, lr tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
+    "adamw": (
+        torch.optim.AdamW,
+        {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+    ),
+    "adamw, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True, "weight_decay": 0.1}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    ),
+    "adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 3}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+STEPS = 5
+LONGER = {"radam": 8}  # whose first five steps are without the second moment
+ONE_BY_ONE = ("sgd", "sgd, dampening", "adam, lr tensor")
+KINDS |= {
+    f"{name}, foreach": (cls, kwargs | {"foreach": True})
+    for name, (cls, kwargs) in KINDS.items()
+    if "fused" not in name and name not in ONE_BY_ONE
+}
+
+# Subclasses that change nothing of the update. They are known by the classes that torch has.
+SUBCLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "plain subclass": (Plain, {"lr": 0.01}),
+}
+
+# Element-wise classes with a step that the feature does not know. The option `element_wise` names all of them.
+NAMED: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "handing": (Handing, {"lr": 0.01}),
+}
+
+# Classes that nothing knows.
 STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "own step": lambda m: OwnStep(m.parameters(), lr=0.01),
     "by hand": lambda m: Own(m.parameters(), lr=0.01),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
 }
+
+
+# --- tests ---
 
 
 def even() -> nn.Module:
@@ -136,7 +154,7 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
     if kind in STRANGERS:
         opt = STRANGERS[kind](model)
     else:
-        cls, kwargs = KINDS.get(kind, (Handing if kind == "handing" else Plain, {"lr": 0.01}))
+        cls, kwargs = (KINDS | SUBCLASSES | NAMED)[kind]
         opt = cls(model.parameters(), **kwargs)
     dtype = next(model.parameters()).dtype
     records = []
@@ -165,17 +183,17 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_element_wise_optimizers_update_by_parts(ranks, world):
-    kinds = {kind: {"kind": kind} for kind in [*KINDS, "plain subclass"] if "fused" not in kind}
+    kinds = {kind: {"kind": kind} for kind in [*KINDS, *SUBCLASSES] if "fused" not in kind}
     check_all(ranks(world)(all_cases, train, on(world, kinds)), steps=STEPS)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_memory_of_a_part_stays_what_it_is(ranks, world):
-    options = {"element_wise": f"{Handing.__module__}.{Handing.__qualname__}"}
-    check_all(
-        ranks(world)(all_cases, train, {"handing": {"kind": "handing"}}, options=options),
-        steps=STEPS,
-    )
+def test_classes_that_the_user_names_update_by_parts(ranks, world):
+    """Among them is one that replaces the memory of a part."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls, _ in NAMED.values()}
+    options = {"element_wise": ",".join(sorted(names))}
+    kinds = {kind: {"kind": kind} for kind in NAMED}
+    check_all(ranks(world)(all_cases, train, kinds, options=options), steps=STEPS)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -94,6 +94,7 @@ def test_a_rank_that_waits_for_the_others_says_so(ranks, silence):
     for rank, lines in enumerate(ranks(2)(warned, silence)):
         assert len(lines) == (rank == 0 and silence < 1)
         assert all("create the same optimizers" in line for line in lines)
+        assert all(f"rank 1 did not reach it within {silence:g} s" in line for line in lines)
 
 
 def made_anew(kind: str, by: str, beside: str) -> tuple[list[Record], float]:

@@ -36,6 +36,8 @@ def parse_schedule(text: str) -> Schedule:
     for info in SCHEDULES:
         chunks = text.removeprefix(info.name)
         if info.takes_chunks and chunks.isdecimal():
+            # A graph keeps this rank's rows alone, so its backward gathers them again; see [Note: opaque to the
+            # compiler].
             return find_schedule(info.name, int(chunks), regathers=True)
     return find_schedule(text, 1)
 
@@ -59,6 +61,7 @@ def _make_auto(implementation: str, chunks: int, regathers: bool) -> Schedule:
 
 
 def _find_class(implementation: str) -> Any:
+    # The module is imported at its first use: the default schedule needs neither the kernels nor the autotuner.
     module, _, name = implementation.partition(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 

@@ -258,7 +258,8 @@ class Auto(Bulk):
     def _choose(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
         """Return the schedules of a shape, after measuring them if this is possible now."""
         pairs = self._pairs_by_group.setdefault(ranks, {})
-        # Deterministic algorithms may make another schedule the fastest.
+        # While algorithms must be deterministic, the autotuner returns the default without measuring. Neither that
+        # choice nor a measured one may hold in the other mode.
         key = (torch.are_deterministic_algorithms_enabled(), shape)
         pair = pairs.get(key)
         if pair is None:

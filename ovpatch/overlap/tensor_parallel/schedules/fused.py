@@ -34,6 +34,7 @@ class Fused(Bulk):
 
     name = "fused"
     computes_ahead = True
+    # The kernel of the backward gathers the gradient itself, tile by tile.
     starts_grad_gather_early = False
 
     def can_run(
@@ -80,6 +81,7 @@ class Fused(Bulk):
         compute_weight_grads: WeightGrads | None,
         needs_input: bool,
     ) -> Tensor | None:
+        # The input's gradient is ``grad @ weight``, which is a linear with the transposed weight.
         found = _try_gather_linear(ranks, grad, [weight.t()], [None]) if needs_input else None
         if found is None:
             return super().linear_scatter_backward(
@@ -239,7 +241,7 @@ def find_fused_objection(group: dist.ProcessGroup, device_type: str) -> str:
 def _find_objection(group: dist.ProcessGroup, device: torch.device) -> str:
     state = group_state(group)
     if _Objection not in state.values and is_capturing(device):
-        # Ranks cannot compare their objections during a capture.
+        # Ranks cannot compare their objections during a capture. A later eager call can, so nothing is kept.
         return "a graph is captured before any eager call"
     return state.get_or_create(
         _Objection, lambda: _Objection(memory.unsupported_reason(group, device))

@@ -157,6 +157,7 @@ class Schedule:
         pending.wait()
         result = gathered @ weight if needs_input else None
         if compute_weight_grads is not None:
+            # The gathered tensor is the gradient of the only output, so there is no list of others.
             compute_weight_grads(gathered, ())
         return result
 
@@ -193,6 +194,7 @@ def linear(
     Shapes ``[m, k]``, ``[n, k]``, ``[n]`` -> ``[m, n]``.
     """
     if out is None:
+        # nn.Linear calls this function, so stock PyTorch has the same bits.
         return torch.nn.functional.linear(x, weight, bias)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
@@ -220,6 +222,7 @@ def sum_input_grads(
             total = grad @ weight if total is None else total.addmm_(grad, weight)
     if total is None:
         assert extra_term is not None
+        # The caller's term must not share memory with the result, which the schedules sum over the ranks in place.
         return extra_term.clone()
     return total if extra_term is None else total.to(extra_term.dtype) + extra_term
 

@@ -153,6 +153,7 @@ def judge(seconds: Seconds) -> Verdict:
     if math.isfinite(steps[0]):
         clear = [rival for rival in candidates if _is_below(seconds[rival], seconds[0], CLEAR)]
         best = min(clear, key=steps.__getitem__, default=0)
+    # The order as given has never succeeded, so any order that has replaces it without a comparison.
     elif math.isfinite(steps[fastest]):
         best = fastest
     is_sure = math.isfinite(steps[best]) and all(
@@ -172,8 +173,10 @@ def find_medians(seconds: Seconds) -> list[float]:
 
 def _is_below(own: Sequence[float | None], rival: Sequence[float | None], ratio: float) -> bool:
     """Return whether one order takes less than ``ratio`` of a rival's time, beyond noise."""
+    # Logarithms make a ratio and its inverse equally large, so neither order has an advantage.
     ratios = [math.log(a / b) for a, b in zip(own, rival, strict=True) if a and b]
     count = len(ratios)
+    # For two rounds the quantile below is too small, 9.0 instead of 12.7, and one round has no error.
     if count < 3:
         return False
     freedom = count - 1

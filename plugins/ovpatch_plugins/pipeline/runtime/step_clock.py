@@ -167,6 +167,7 @@ class DeviceClock:
 
     def start_step(self) -> None:
         """Start the time of a step, and add the known times of earlier ones."""
+        # Events complete in the order of the stream, so none after the first incomplete one needs a query.
         while self._measured and self._measured[0][3].query():
             stage, kind, started, ended = self._measured.popleft()
             seconds = started.elapsed_time(ended) / 1000
@@ -178,6 +179,7 @@ class DeviceClock:
 
     def end_step(self) -> None:
         """End the time of a step."""
+        # The kind of a step means nothing; start_step() reads only that it has no stage.
         self._measured.append((None, Kind.F, self._started, self.now()))
 
     def drop_step(self) -> None:

@@ -1,0 +1,34 @@
+"""The faults in the rooms of ``ovpatch/overlap/`` without an own module."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.faults.fault import Fault
+
+_PIPELINING: Final = "ovpatch/overlap/pipelining/"
+_PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
+
+FAULTS: Final = (
+    Fault(
+        "a ring sends what it should receive",
+        "ovpatch/overlap/tensor_parallel/schedules/overlapped.py",
+        "rows_by_rank[owner],\n                    (rank + 1) % world,\n                    rows_by_rank[owner - 1],",
+        "rows_by_rank[owner - 1],\n                    (rank + 1) % world,\n                    rows_by_rank[owner],",
+        ("tests/plugins/tp_linear/test_auto.py", "tests/plugins/tp_linear/test_rare.py"),
+    ),
+    Fault(
+        "a sum over ranks has every rank's bias",
+        "ovpatch/overlap/tensor_parallel/operators.py",
+        "bias / ranks.world",
+        "bias",
+        ("tests/plugins/tp_linear/test_drifted_copies.py",),
+    ),
+    Fault(
+        "a pipeline starts a receive later than its order allows",
+        _PIPELINING + "ir.py",
+        "limit = ahead + (step.receive is not None)",
+        "limit = 1",
+        (_PIPELINE_TESTS + "test_program.py",),
+    ),
+)

@@ -1,0 +1,106 @@
+"""The faults in the feature ``pipeline``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.faults.fault import Fault
+
+_PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
+_PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
+_CUTTING: Final = "plugins/ovpatch_plugins/pipeline/cutting/"
+_CUTTING_TESTS: Final = "tests/plugins/pipeline/test_cut.py"
+
+FAULTS: Final = (
+    Fault(
+        "a pipeline scales gradients whose order has no REDUCE_GRAD",
+        _PIPELINE + "pipeline_attach.py",
+        "is_reduced=lowered.reductions is None or info.number in lowered.reductions",
+        "is_reduced=True",
+        (_PIPELINE_TESTS + "test_order_sources.py",),
+    ),
+    Fault(
+        "both directions of a bidirectional pipeline have the first microbatches",
+        _PIPELINE + "variants/bidirectional.py",
+        "first_input=way * (self._n_microbatches // _WAYS)",
+        "first_input=0",
+        (_PIPELINE_TESTS + "test_bidirectional.py",),
+    ),
+    Fault(
+        "a new order of torch's is not detected",
+        _PIPELINE + "pipeline_attach.py",
+        "if attached is None or [id(fact)",
+        "if attached is None or [id(attached)] * 0 and [id(fact)",
+        (_PIPELINE_TESTS + "test_order_sources.py", _PIPELINE_TESTS + "test_pipeline_attach.py"),
+    ),
+    Fault(
+        "linears of a failed pipeline step keep their deferral",
+        _PIPELINE + "runtime/stage.py",
+        "            self.queue.uninstall()\n            self.queue.clear()",
+        "            self.queue.clear()",
+        (_PIPELINE_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "a stage continues where its forward skipped a block of another one",
+        _CUTTING + "stage_tree.py",
+        "if index != (plan.due if plan.due < plan.low else plan.high):",
+        "if False:",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "stages are compared in evaluation alone",
+        _CUTTING + "cut_check.py",
+        "    model.train()\n",
+        "",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage sends transposed tensors",
+        _CUTTING + "stage_tree.py",
+        "path).contiguous() for path",
+        "path) for path",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "the inference of shapes counts in the state of blocks",
+        _CUTTING + "cut_schedule.py",
+        "        finally:\n            state.restore()\n\n",
+        "        finally:\n            pass\n\n",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a cut leaves the hooks that a forward registers",
+        _CUTTING + "block_stack.py",
+        "                    own[key].clear()\n",
+        "",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a cut compares behind a gate that is zero",
+        _CUTTING + "block_stack.py",
+        "param.data.uniform_(*_SMALL_VALUES, generator=draw)",
+        "param.data.zero_()",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a cut leaves other values in parameters that are zero",
+        _CUTTING + "block_stack.py",
+        "                param.data.zero_()\n",
+        "                pass\n",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage lacks a part that the model calls without its module",
+        _CUTTING + "stage_tree.py",
+        "else self._copy(child, plan, made)",
+        "else None",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage fails where a tower's forward depends on values",
+        _CUTTING + "stage_tree.py",
+        "                self._twin = _make_twin(self._shell, device)\n",
+        "                raise\n",
+        (_CUTTING_TESTS,),
+    ),
+)

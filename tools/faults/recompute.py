@@ -1,0 +1,62 @@
+"""The faults in the feature ``recompute``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.faults.fault import Fault
+
+_RECOMPUTE: Final = "plugins/ovpatch_plugins/recompute/"
+_REPEATED_TESTS: Final = "tests/plugins/recompute/test_repeated.py::"
+
+FAULTS: Final = (
+    Fault(
+        "a recomputation counts on from what the forward left",
+        _RECOMPUTE + "forward_state.py",
+        "self.write({name: _strengthen(value) for name, value in self.before.items()})",
+        "pass",
+        (_REPEATED_TESTS + "test_each_part_is_stocks",),
+    ),
+    Fault(
+        "a recomputation draws the next numbers of a generator",
+        _RECOMPUTE + "forward_state.py",
+        "for stream, state in self._streams:",
+        "for stream, state in self._streams[:0]:",
+        (_REPEATED_TESTS + "test_each_part_is_stocks",),
+    ),
+    Fault(
+        "a recomputation with other values passes for the forward",
+        _RECOMPUTE + "recomputation.py",
+        "if _digest(tensor) != then:",
+        "if False:",
+        (_REPEATED_TESTS + "test_what_is_out_of_reach_is_an_error",),
+    ),
+    Fault(
+        "a recomputation calls the hooks inside of its block again",
+        _RECOMPUTE + "forward_wrap.py",
+        "if hooked := _find_hook(self, modules):",
+        'if hooked := "":',
+        (_REPEATED_TESTS + "test_each_part_is_stocks",),
+    ),
+    Fault(
+        "a recomputed block keeps its last call alive",
+        _RECOMPUTE + "forward_state.py",
+        "return _Weak(weakref.ref(value))",
+        "return value",
+        (_REPEATED_TESTS + "test_a_call_does_not_keep_the_one_before",),
+    ),
+    Fault(
+        "each optimizer looks for its model again",
+        _RECOMPUTE + "recompute_attach.py",
+        "and _SEEN not in attached_values(param)}",
+        "}",
+        (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
+    ),
+    Fault(
+        "graphs guard on a block's name",
+        "plugins/ovpatch_plugins/recompute/recompute_attach.py",
+        "mark: Mark = granularity, tuple(keep),",
+        "mark: Mark = granularity, (*keep, block.name)[: len(keep) + 1],",
+        ("tests/plugins/test_compiled.py::test_dynamo_does_what_it_does_in_stock_pytorch",),
+    ),
+)
