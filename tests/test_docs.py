@@ -226,7 +226,7 @@ def test_every_row_of_does_it_work_with_names_a_test_that_exists():
     assert not list_unproven_rows(page, ROOT / "tests")
 
 
-#: The questions that users ask before they try ovpatch, by the page on which one row or heading replies.
+#: The questions of users before they try ovpatch, by the page on which one row or heading replies.
 QUESTIONS = {
     "works-with": (
         "Gradient clipping|Accumulation and `no_sync`|AMP and `GradScaler`|`torch.compile`|Activation checkpointing|"
