@@ -95,6 +95,21 @@ def test_the_table_of_recorded_results():
     )
 
 
+def test_a_later_run_replaces_its_variants_and_leaves_the_others():
+    earlier = result("GPT", GPT, failed={"ovpatch": "hung", "ddp": "OutOfMemoryError"})
+    later = result("GPT", [make_round(0, "stock", [20.0]), make_round(0, "ovpatch", [19.0])])
+    assert make_table([earlier, result("GPT", GPT, world=4), later]) == (
+        "| program | where | stock | ovpatch | ovpatch, `dist_optimizer` |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| GPT | 4 H100, 2030-01-01, 2 rounds | 45.0 ms, 13.2 GiB | 37.0 ms (0.83x), 12.5 GiB"
+        " | 45.0 ms (0.90x), 9.0 GiB |\n"
+        "| GPT | 2 H100, 2030-01-01, 1 round | 20.0 ms, 1.0 GiB | 19.0 ms (0.95x), 1.0 GiB"
+        " | 45.0 ms (0.90x), 9.0 GiB |\n"
+        "\n"
+        "- GPT, ovpatch, `ddp` alone: OutOfMemoryError"
+    )
+
+
 def test_pages_get_the_table_from_the_file_of_results(tmp_path, monkeypatch):
     (tmp_path / "programs.jsonl").write_text(json.dumps(result("GPT", GPT, torch="2.11")) + "\n")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)

@@ -107,11 +107,12 @@ class StepTimes:
         self._round += 1
         self._marks = []
         self._steps_left = next(self._blocks, 0)
+        if self._turns is not None and torch.cuda.is_available():
+            # The peers need the memory of the activations, which are freed between steps. After the
+            # last round this process may take longer to exit than the next one to start its turn.
+            torch.cuda.empty_cache()
         if self._steps_left == 0:
             return
-        if self._turns is not None and torch.cuda.is_available():
-            # The other scripts need the memory of the activations, which are freed between steps.
-            torch.cuda.empty_cache()
         self._wait_for_turn(f"round-{self._round}")
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

@@ -183,7 +183,13 @@ class same_gradient_for_two(Loop):
     def reduced(self, step):
         super().reduced(step)
         first = self.params[0]
-        self.__same = [p for p in self.params if p.shape == first.shape and p.dtype == first.dtype]
+        # Fused optimizers of stock PyTorch pair the elements of a parameter and its gradient by their
+        # places in memory, so a gradient with other strides gives other results.
+        self.__same = [
+            p
+            for p in self.params
+            if p.shape == first.shape and p.dtype == first.dtype and p.stride() == first.stride()
+        ]
         self.__same[-1].grad = self.__same[0].grad
 
     def end(self, step):

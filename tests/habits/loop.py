@@ -199,7 +199,8 @@ class Loop:
         features: The features that :meth:`turn_on` applies.
         package: ``ovpatch``, or a stand-in whose ``apply()`` and ``revert()`` do nothing.
         see: Records a value by a name.
-        is_reordered: Whether buckets are cut differently, which measures the noise of stock PyTorch.
+        noise_run: The number of a run whose buckets are cut differently, which measures the noise of stock PyTorch.
+            0 for the run that is compared.
         is_optimizer_first: Whether the optimizer is created before the model is wrapped.
         compiles: Whether the loop compiles code, so that each run needs a fresh compiler.
         switches: Whether the loop turns features on and off itself, or sets their options.
@@ -224,13 +225,13 @@ class Loop:
         *,
         features: tuple[str, ...] = (),
         seed: int = 0,
-        is_reordered: bool = False,
+        noise_run: int = 0,
     ) -> None:
         self.see = see
         self.package = package
         self.features = features
         self.seed = seed
-        self.is_reordered = is_reordered
+        self.noise_run = noise_run
 
     # - Before the first step
 
@@ -272,8 +273,9 @@ class Loop:
     def wrap(self) -> nn.Module:
         """Return the wrapped model."""
         kwargs = self.kwargs()
-        if self.is_reordered:
-            kwargs["bucket_cap_mb"] = 1e-4 if kwargs.get("bucket_cap_mb", 25) > 1 else 100
+        if self.noise_run:
+            other_cap = 1e-4 if kwargs.get("bucket_cap_mb", 25) > 1 else 100
+            kwargs["bucket_cap_mb"] = (other_cap, 2e-4, 5e-4)[self.noise_run - 1]
         return DDP(self.net, **kwargs)
 
     def wrapped(self) -> None:

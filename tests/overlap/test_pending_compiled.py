@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ovpatch.overlap.tensors.pending_param import is_pending, wait_for_all
 from tests.overlap.stale import GARBAGE, Stale, entrances
+from tests.plugins.compiled import watched
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -198,3 +199,36 @@ def test_inductor_reads_new_values():
     stock = train(whole, "inductor", pending=False)
     with entrances():
         assert train(whole, "inductor", pending=True) == stock
+
+
+class _BlockWithHook(nn.Module):
+    """A block whose backward hook has torch call an autograd.Function between its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.register_full_backward_hook(lambda *_: None)
+        self.compile(backend="eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def _count_compiled_frames(other: nn.Module | None) -> dict[str, int]:
+    """Train a compiled block while parameters of another module are pending; return the compiled frames."""
+    torch.manual_seed(0)
+    block = _BlockWithHook()
+    with watched() as found:
+        for _ in range(3):
+            if other is not None:
+                Stale(list(other.parameters())).mark()
+            block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+            wait_for_all()
+    return found["compiled"]
+
+
+def test_dynamo_compiles_no_frame_of_a_wait():
+    """Arguments of an autograd.Function are searched where Dynamo looks at all frames."""
+    expected = _count_compiled_frames(None)
+    with entrances():
+        assert _count_compiled_frames(nn.Linear(4, 4)) == expected
