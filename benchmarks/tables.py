@@ -621,7 +621,7 @@ def programs() -> str:
 
 # The rows of README.md: programs that many people run, and one that gains nothing.
 README_PROGRAMS = (
-    "trainer-llama-1.2b",
+    "trainer-llama-1.2b-b4",
     "nano-774m",
     "resnet50-b32",
     "nano-124m-compiled",

@@ -45,7 +45,7 @@ def run(environ, tmp_path):
             env={**environ, **more},
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=patience.scale(timeout),
             cwd=tmp_path,
         )
         return done, json.loads(report.read_text()) if report.exists() else None

@@ -27,7 +27,7 @@ def test_a_limit_grows_with_the_processes_of_a_core(load, cores, limit):
 
 
 def find_fixed_limits(source: str) -> list[int]:
-    """Return the lines on which a limit of a process is a number, or so short that it is not scaled."""
+    """Return the lines on which a limit of a process is not scaled, or too short for it."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -39,14 +39,14 @@ def find_fixed_limits(source: str) -> list[int]:
         )
         for keyword in node.keywords
         if keyword.arg == "timeout"
-        and (isinstance(keyword.value, ast.Constant) or is_unscaled(keyword.value))
+        and is_unscaled(keyword.value)
     ]
 
 
 def is_unscaled(limit: ast.expr) -> bool:
-    """Return whether a limit is ``patience.scale()`` of a number that it returns as it is."""
+    """Return whether a limit is no ``patience.scale()``, or that of a number that it returns as it is."""
     if not isinstance(limit, ast.Call) or ast.unparse(limit.func) != "patience.scale":
-        return False
+        return True
     seconds = limit.args[0]
     return isinstance(seconds, ast.Constant) and seconds.value < patience.SHORTEST_S
 
@@ -57,6 +57,7 @@ def test_waits_for_processes_scale_their_limits():
         2,
     ]
     assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(60))\nrun(timeout=60)") == []
+    assert find_fixed_limits("subprocess.run(a, timeout=limit)") == [1], "a variable may be a number"
     assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(20))") == [1]
     found = {
         str(path.relative_to(TESTS)): lines
