@@ -39,7 +39,9 @@ _FOREIGN: Final = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)|class=\"?mermaid\b"
 )
 _ROLE: Final = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
-_VARIABLE: Final = re.compile(r"(?<=<code>)[A-Z0-9_]+(?=</code>)")
+# Code in a sentence or a table. Blocks of code are highlighted, so they contain tags.
+_CODE: Final = re.compile(r"(?<=<code>)[^<>]+(?=</code>)")
+_LONG_NAME: Final = re.compile(r"[\w./=(]{10,}")
 _TEST: Final = re.compile(r"(?<=<code>)[\w/.]+::\w+(?=</code>)")
 
 
@@ -141,11 +143,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Remove the roles of Sphinx that docstrings have around names, and let long names break.
 
-    Variables break after a ``_`` on narrow screens. Names of tests break everywhere, because a column of them would
-    otherwise push its neighbors out of the screen.
+    In tables names break between their words on narrow screens. Names of tests break everywhere, because a column of
+    them would otherwise push its neighbors out of the screen.
     """
-    html = _VARIABLE.sub(lambda match: match[0].replace("_", "_<wbr>"), _ROLE.sub("", html))
-    return _TEST.sub(lambda match: re.sub("(::|[_/])", r"\1<wbr class=path>", match[0]), html)
+    html = _ROLE.sub("", html)
+    html = _TEST.sub(lambda match: re.sub("(::|[_/])", r"\1<wbr class=path>", match[0]), html)
+    return _CODE.sub(lambda match: _LONG_NAME.sub(_break_name, match[0]), html)
+
+
+def _break_name(match: re.Match[str]) -> str:
+    return re.sub(r"(?<=\w)([_./=(])(?=\w)", r"\1<wbr>", match[0])
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

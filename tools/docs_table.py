@@ -36,6 +36,7 @@ from ovpatch.settings.settings import VARIABLES, make_variable_name
 _PART: Final = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 SITE: Final = Path(__file__).resolve().parent.parent / "mkdocs.yml"
 _HEADING: Final = ("Variable", "Values", "Default", "Meaning")
+_COUNTER_UNITS: Final = ("bytes", "milliseconds")
 _VALUES: Final = {bool: "`0` `1`", int: "a whole number", float: "a number"}
 
 
@@ -168,10 +169,18 @@ def _read_attributes(described: type) -> dict[str, str]:
 
 
 def make_counters_table(feature: str) -> str:
-    """Return the Markdown table of the counters of a feature, from the docstring of their class."""
+    """Return the Markdown table of the counters of a feature, from the docstring of their class.
+
+    A description that ends with "in bytes" or "in milliseconds" names the unit. All other counters count the things
+    with which their descriptions begin.
+    """
     report = importlib.import_module(f"ovpatch_plugins.{feature}.{feature}_report")
-    rows = [(f"`{name}`", text) for name, text in _read_attributes(type(report.COUNTERS)).items()]
-    return _table([("Counter", "Meaning"), ("---",) * 2, *rows])
+    rows = []
+    for name, text in _read_attributes(type(report.COUNTERS)).items():
+        meaning, _, unit = text.removesuffix(".").rpartition(", in ")
+        row = (f"{meaning}.", unit) if unit in _COUNTER_UNITS else (text, "count")
+        rows.append((f"`{name}`", *row))
+    return _table([("Counter", "Meaning", "Unit"), ("---",) * 3, *rows])
 
 
 def make_fields_table(described: type) -> str:

@@ -170,7 +170,7 @@ class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
-        models: Models that got our reducer.
+        models: Models that use the reducer of ovpatch.
         stock_models: Models that fell back to the stock reducer.
         backwards: Backward passes whose gradients were reduced.
         collectives: Gradient buckets that were all-reduced.

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -14,8 +14,8 @@ class Counters(FeatureCounters):
         gathers: Gathers of PrepareModuleInput, for several linears, to which the feature is attached.
         calls: Forward passes through attached linears that our operators computed.
         shared_calls: Calls whose GEMM was computed together with a gather for several linears.
-        compiled_calls: Calls that were part of a compiled graph.
-        fused: GEMMs that the kernels of schedule ``fused`` computed, forward and backward.
+        compiled_calls: Calls that were part of a compiled graph, with option ``compiled``.
+        fused: GEMMs, forward and backward, by kernels of schedule ``fused``, also while ``auto`` measured.
         stock_calls: Forward passes through attached linears that stock PyTorch computed.
         unused: GEMMs that were computed together with a gather, but that no linear used.
     """
