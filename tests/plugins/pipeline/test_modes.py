@@ -28,7 +28,7 @@ ENDS = ("is_first", "is_last")
 
 
 def train(case: Case, mode: str) -> list[Any]:
-    """Train two steps, the first of them inside of the mode, or after an evaluation in it."""
+    """Train two steps; the first step is inside of the mode, or follows an evaluation in it."""
     schedule, parts = make_schedule(case)
     params = [
         (f"{i}.{name}", param)
