@@ -13,7 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ovpatch
+
 SEQUENCE, BATCH, VOCABULARY = 8, 2, 32
+
+# The configuration of a GPT whose layers Megatron recomputes.
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
+    return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
 
 
 class _OneStream:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
 import ovpatch
-from tests.plugins.megatron.models import Paths, first_steps_that_count, parallel, rows, wrapped
+from tests.plugins.megatron.models import (
+    Paths,
+    features,
+    first_steps_that_count,
+    parallel,
+    rows,
+    wrapped,
+)
 from tests.scripts.arms import needs
 from tests.support.failures import RankFailure
 
 pytestmark = needs("megatron")
 
 Grads = dict[str, Tensor]
-
-
-def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
-    return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
 
 
 def train(

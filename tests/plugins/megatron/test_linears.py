@@ -19,7 +19,7 @@ from ovpatch.insight.equality import Verdict
 from ovpatch_plugins.megatron import linears, megatron_report
 from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
-from tests.plugins.megatron.models import train_gpt
+from tests.plugins.megatron.models import RECOMPUTED, train_gpt
 from tests.scripts.arms import needs
 from tests.support.equality import compare
 from tests.support.rarely import ALL_CASES
@@ -28,11 +28,6 @@ pytestmark = needs("megatron")
 
 # The linears of two layers, and the output layer.
 LINEARS = 2 * 4 + 1
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"share_embeddings_and_output_weights": True},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -15,8 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-import ovpatch
-from tests.plugins.megatron.models import Paths, distributed_optimizer, parallel, rows, wrapped
+from tests.plugins.megatron.models import (
+    Paths,
+    distributed_optimizer,
+    features,
+    parallel,
+    rows,
+    wrapped,
+)
 from tests.scripts.arms import needs
 
 pytestmark = needs("megatron")
@@ -50,10 +55,6 @@ def _without_hooks(model: Any) -> dict[str, Tensor]:
         return {name: getattr(model.module, name)(torch.eye(16)).t() for name in "abc"}
     finally:
         model.enable_forward_pre_hook()
-
-
-def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
-    return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
 
 
 def train(

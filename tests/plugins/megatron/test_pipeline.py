@@ -21,7 +21,7 @@ from ovpatch_plugins.megatron import megatron_report
 from ovpatch_plugins.megatron.megatron_pipeline import PipelinePatches
 from ovpatch_plugins.megatron.megatron_report import COUNTERS
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
-from tests.plugins.megatron.models import SEQUENCE
+from tests.plugins.megatron.models import RECOMPUTED, SEQUENCE
 from tests.plugins.megatron.stages import Case, run_both, train
 from tests.scripts.arms import needs
 
@@ -29,11 +29,6 @@ pytestmark = needs("megatron")
 
 # The linears of a layer; each stage has one layer.
 LINEARS = 4
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 CASES = {
