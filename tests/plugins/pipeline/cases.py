@@ -104,14 +104,19 @@ def make_schedule(
     return made, parts
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> list[Any]:
-    """Return the losses, outputs, gradients and parameters of all steps."""
-    schedule, parts = make_schedule(case, group)
-    params = [
+def list_params(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of this rank's stages, by stage and name."""
+    return [
         (f"{i}.{name}", param)
         for i, part in enumerate(parts)
         for name, param in part.named_parameters()
     ]
+
+
+def train(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> list[Any]:
+    """Return the losses, outputs, gradients and parameters of all steps."""
+    schedule, parts = make_schedule(case, group)
+    params = list_params(parts)
     optimizer = torch.optim.AdamW([param for _, param in params if param.requires_grad], lr=1e-2)
     return run_steps(case, schedule, params, optimizer, seed)
 

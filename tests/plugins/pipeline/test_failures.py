@@ -24,6 +24,7 @@ from tests.plugins.pipeline.cases import (
     counters,
     device,
     differences,
+    list_params,
     make_schedule,
     run_steps,
 )
@@ -69,9 +70,7 @@ class Armed:
     ) -> None:
         self.case, self.victim, self.left = case, victim, left
         self.schedule, self.parts = make_schedule(case, group)
-        self.params = [
-            (f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()
-        ]
+        self.params = list_params(self.parts)
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
 
     def run(self) -> tuple[list[Any], str]:

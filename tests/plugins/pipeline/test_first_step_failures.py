@@ -22,7 +22,7 @@ import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch_plugins.pipeline.runtime.step_failures import Vote
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
-from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps
+from tests.plugins.pipeline.cases import Case, differences, list_params, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.plugins.pipeline.test_failures import Bomb
 from tests.support import signs
@@ -45,9 +45,7 @@ class First:
     def __init__(self, case: Case, group: dist.ProcessGroup | None = None) -> None:
         self.case = case
         self.schedule, self.parts = make_schedule(case, group)
-        self.params = [
-            (f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()
-        ]
+        self.params = list_params(self.parts)
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
         self.stages = list_stages(self.schedule)
 

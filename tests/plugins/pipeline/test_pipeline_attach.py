@@ -28,6 +28,7 @@ from tests.plugins.pipeline.cases import (
     counters,
     differences,
     feature_report,
+    list_params,
     make_schedule,
     run_steps,
     train,
@@ -52,7 +53,7 @@ def _advance(before: dict[str, int]) -> dict[str, int]:
 def _train_evaluate_train() -> list[Any]:
     case, found = Case(), []
     schedule, parts = make_schedule(case)
-    params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+    params = list_params(parts)
     optimizer = torch.optim.SGD([param for _, param in params], lr=1e-2)
     for _ in range(2):
         found += run_steps(case, schedule, params, optimizer, 0)
@@ -86,11 +87,7 @@ def _two_schedules() -> list[str]:
         found = []
         for seed in range(2):
             for case, schedule, parts in made:
-                params = [
-                    (f"{i}.{n}", p)
-                    for i, part in enumerate(parts)
-                    for n, p in part.named_parameters()
-                ]
+                params = list_params(parts)
                 found += run_steps(
                     case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), seed
                 )
@@ -109,9 +106,7 @@ def _share_a_stage() -> tuple[list[str], int]:
     def run() -> list[Any]:
         case, found = dataclasses.replace(Case(), steps=1), []
         schedule, parts = make_schedule(case)
-        params = [
-            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
-        ]
+        params = list_params(parts)
         optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
         gpipe = schedules.ScheduleGPipe(schedule._stage, case.microbatches, loss_fn=compute_loss)
 
@@ -165,9 +160,7 @@ def _turn_off_and_on() -> tuple[list[str], dict[str, int]]:
     def run(change: Callable[[int], None]) -> list[Any]:
         case, found = dataclasses.replace(Case(), steps=1), []
         schedule, parts = make_schedule(case)
-        params = [
-            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
-        ]
+        params = list_params(parts)
         optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
         for seed in range(4):
             change(seed)
@@ -250,9 +243,7 @@ def _leave_to_stock(kind: str) -> tuple[list[str], dict[str, int], str]:
         schedule, parts = make_schedule(case)
         if kind == "custom":
             schedule.register_custom_function(schedules.REDUCE_GRAD, lambda action, ctx: None)
-        params = [
-            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
-        ]
+        params = list_params(parts)
         return run_steps(case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), 0)
 
     stock = run()
