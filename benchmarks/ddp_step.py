@@ -1,4 +1,4 @@
-"""One training step of stock DistributedDataParallel and of feature ``ddp``, in one run.
+"""One training step of torch's DistributedDataParallel and of feature ``ddp``, in one run.
 
     torchrun --nproc-per-node 8 -m benchmarks.ddp_step --size 3.8b --rounds 2 --json benchmarks/results/ddp_step.json
 
@@ -118,12 +118,12 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == name]
-        one = merged(rows, name)
-        tflops = mine[0]["flops"] / one["median_ms"] / 1e9
-        steady = len(mine[0]["first_ms"]) * one["median_ms"]
+        merged_row = merged(rows, name)
+        tflops = mine[0]["flops"] / merged_row["median_ms"] / 1e9
+        steady = len(mine[0]["first_ms"]) * merged_row["median_ms"]
         found.append(
             {
-                **one,
+                **merged_row,
                 "tflops": round(tflops, 1),
                 "mfu": round(tflops / peak, 3) if peak else None,
                 # The warm-up steps take this beyond as many steady ones: compilation, communicators, first buckets.

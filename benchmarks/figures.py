@@ -97,12 +97,12 @@ def memory_and_time() -> Figure:
                 textcoords="offset points",
                 va="center",
             )
-    stock, *others = [
+    stock, *sharded = [
         next(row for row in run["summary"] if row["arm"] == arm) for arm in (*shown,)[:3]
     ]
     fsdp2, ours = [
         " and ".join(f"{1 - row[key] / stock[key]:.0%}" for key in ("median_ms", "peak_gib"))
-        for row in others
+        for row in sharded
     ]
     saved = f"dist_optimizer {ours}, FSDP2 with bf16 parameters {fsdp2}"
     axes.set(title=f"GPT 3.8B on 2 NVIDIA H200: less time and memory than stock DDP\n{saved}")

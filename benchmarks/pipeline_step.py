@@ -1,8 +1,8 @@
 """One training step of a pipeline with schedules of torch and with feature ``pipeline``, in one run.
 
-    torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on 4 GPUs
-    torchrun --nproc-per-node 1 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on one
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.pipeline_step --width 256 --batch 4        # on a CPU
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # 4 GPUs
+    torchrun --nproc-per-node 1 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # 1 GPU
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.pipeline_step --width 256 --batch 4        # CPU
 
 With several processes, arms alternate. Each arm is built again, warmed up and timed without a stop between its steps;
 the slowest rank counts. ``limit`` is m(F + B + W) in stock PyTorch: all microbatches of a step in sequence, every rank

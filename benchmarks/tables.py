@@ -204,19 +204,18 @@ def ddp_step() -> str:
         "ovpatch",
         "against best",
     ]
-    header += ["TFLOP/s", "MFU", "peak GiB, stock's least → ovpatch"]
+    header += ["TFLOP/s", "MFU", "peak GiB, stock at least → ovpatch"]
     lines = [_heading(header), _row(["---"] * len(header))]
     lines += [_ddp_row(result) for result in results]
     newest = results[-1]
     return "\n".join(lines) + (
-        "\n\nMilliseconds per training step, median, the slowest rank counts; torch "
-        f"{newest['torch']}, fp32 weights "
+        "\n\nMilliseconds per training step, median, the slowest rank counts. "
+        f"Measured with torch {newest['torch']}, fp32 weights "
         "under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, "
-        "random data, settings "
-        "by turns in one run. TFLOP/s per GPU and MFU are "
-        "ovpatch's. Stock's settings: 25, 100, 200 and 400 MiB buckets, with and without "
-        "`gradient_as_bucket_view`, as "
-        "far as the run has them. Raw data, with worst cases and more settings: "
+        "random data, alternating "
+        "settings in one run. TFLOP/s per GPU and MFU are "
+        "ovpatch's. Settings of stock DDP, where the run has them: 25, 100, 200 and 400 MiB "
+        "buckets, with and without `gradient_as_bucket_view`. Raw data, with worst cases and more settings: "
         "`benchmarks/results/ddp_step.jsonl`."
     )
 
@@ -288,8 +287,8 @@ def zero_step() -> str:
     return "\n".join(lines) + (
         "\n\nMilliseconds per training step, median, the slowest rank counts; torch "
         f"{newest['torch']}, fused AdamW, "
-        "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one "
-        "run. Stock in "
+        "4 sequences of 1024 tokens per GPU and microbatch, random data, alternating settings in "
+        "one run. Stock in "
         "the ratios is the best of its settings in the run. TFLOP/s per GPU and MFU are ovpatch's. "
         "Raw data, with "
         "worst cases and more settings: "
@@ -362,10 +361,9 @@ def tp_blocks() -> str:
         )
     return "\n".join(lines) + (
         "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, the slowest rank "
-        "counts; the median of "
-        "all steps, and of all runs of a row that have the column, which are not the same for all "
-        "columns; "
-        f"torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h "
+        "counts. Each column has the median of "
+        "all steps of the runs that have it. These runs differ between columns. "
+        f"Measured with torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h "
         "3072: "
         "4096). ovpatch: schedule `bulk`, the default, or `fused`. Raw data, with worst cases: "
         "`benchmarks/results/tp_blocks.jsonl`."
@@ -450,7 +448,7 @@ def ablation() -> str:
     return "\n".join(lines) + (
         "\n\nMilliseconds per training step, median, the slowest rank counts; torch "
         f"{newest['torch']}, fused AdamW, "
-        "random data, settings by turns in one run. MFU is of the "
+        "random data, alternating settings in one run. MFU is of the "
         "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its "
         "overlap off. Raw "
         "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
@@ -501,10 +499,10 @@ def _overlapped(features: dict[str, dict[str, Any]]) -> str:
     found = [
         f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"
     ]
-    for name, (hidden, whole, what) in OVERLAPPED.items():
+    for name, (hidden, total, what) in OVERLAPPED.items():
         counters = features.get(name, {}).get("counters", {})
-        if counters.get(whole):
-            found.append(f"{what} {counters[hidden] / counters[whole]:.0%}")
+        if counters.get(total):
+            found.append(f"{what} {counters[hidden] / counters[total]:.0%}")
     return ", ".join(found)
 
 
@@ -619,7 +617,7 @@ def programs() -> str:
     )
 
 
-# The rows of README.md: programs that many people run, and one that gains nothing.
+# The rows of README.md: common programs, and one that gains nothing.
 README_PROGRAMS = (
     "trainer-llama-1.2b-b4",
     "nano-774m",

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.tp_host --json benchmarks/results/tp_host.json
 
-Tiny activations, so that the host is the limit: a block of calls is timed, with the device waited for before and
-behind it. ``fused`` is the feature with that schedule, where its kernels can run; ``bare`` is the feature with
+Tiny activations, so that the host is the limit: a block of calls is timed, with a wait for the device before and
+after it. ``fused`` is the feature with that schedule, where its kernels can run; ``bare`` is the feature with
 collectives that are not launched; ``over`` is the cost over ``F.linear``.
 """
 

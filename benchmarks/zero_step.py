@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.zero_step --size 3.8b --json benchmarks/results/zero_step.jsonl
 
-Arms alternate (A B C A B C …); each is built again, warmed up and timed, step after step without a stop, so that
-all-gathers overlap the next forward; the slowest rank counts. Arms named ``limit`` do the same forward and backward and
+Arms alternate (A B C A B C …). Each is built again, warmed up and timed, step after step without a stop, so that
+all-gathers overlap the next forward. The slowest rank counts. Arms named ``limit`` do the same forward and backward and
 the update of a rank's share, and communicate nothing: one with fp32 weights under autocast, one with bf16 weights, and
 one with bf16 weights in linears alone, under autocast. Megatron-Core is a peer where it is installed. Without CUDA it
 runs on gloo (``--size tiny``).

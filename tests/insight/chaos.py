@@ -1,7 +1,8 @@
-"""A training in half precision, small enough to be repeated often, whose sums can be added up in other orders.
+"""A training in bfloat16, small enough to be repeated often, whose sums can be added in other orders.
 
-[Note: other orders] Products of stock are torch's. In another order their sums are cut in two, at a place that is drawn
-anew for each number of features, and both halves are rounded before they are added, as kernels do that cut otherwise.
+[Note: other orders] Order 0 is that of ``torch.mm``. In another order, each sum is cut in two at a place that is
+drawn once for each number of features. Both halves are rounded before they are added, as in kernels that cut the
+sum elsewhere.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from ovpatch.insight.verify.recording import BACKWARD, STEP, keep_value
 
 Event = tuple[str, dict[str, Any]]
-Product = Callable[[Tensor, Tensor], Tensor]
+Matmul = Callable[[Tensor, Tensor], Tensor]
 LAYERS, WIDTH, TOKENS, RANKS = 3, 48, 64, 2
 
 
-def product(order: int) -> Product:
-    """Return how matrices are multiplied; see [Note: other orders]. 0 is stock's order."""
+def make_matmul(order: int) -> Matmul:
+    """Return the multiplication of matrices with that order of sums (see [Note: other orders]); 0 is torch's order."""
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         features = a.shape[1]
@@ -33,7 +34,7 @@ def product(order: int) -> Product:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Matmul) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.multiply = multiply
         return multiply(x, weight.t())
@@ -45,7 +46,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A norm and two products around an activation, added to what it is given."""
+    """A norm and two GEMMs around an activation, added to the layer's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Layer(nn.Module):
         self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) * WIDTH**-0.5)
         self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) * WIDTH**-0.5)
 
-    def forward(self, x: Tensor, multiply: Product) -> Tensor:
+    def forward(self, x: Tensor, multiply: Matmul) -> Tensor:
         hidden = nn.functional.silu(_Linear.apply(self.norm(x), self.up, multiply))
         return x + _Linear.apply(hidden, self.down, multiply)
 
@@ -65,19 +66,19 @@ def trained(
     steps: int = 4,
     fault: Callable[..., None] | None = None,
 ) -> list[Event]:
-    """Train, and return what :mod:`ovpatch.insight.verify` would record of it.
+    """Train, and return the events that :mod:`ovpatch.insight.verify` would record.
 
     Args:
-        seed: Of the weights and the data.
-        order: Of sums.
-        dtype: Of the model.
-        steps: How many.
+        seed: The seed of the weights and the data.
+        order: The order of sums.
+        dtype: The dtype of the model.
+        steps: The number of steps.
         fault: Called with ``when``, the step, the model and the ranks' gradients by name, or the losses.
     """
     torch.manual_seed(seed)
     model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(LAYERS))}).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, foreach=False)
-    named, multiply, events = dict(model.named_parameters()), product(order), []
+    named, multiply, events = dict(model.named_parameters()), make_matmul(order), []
     notice = fault or (lambda *args: None)
     for step in range(1, steps + 1):
         losses, gradients = [], []
@@ -91,7 +92,7 @@ def trained(
         notice("reduce", step, named, gradients)
         notice("loss", step, named, losses)
         for name, param in named.items():
-            param.grad = sum(each[name] for each in gradients) / RANKS
+            param.grad = sum(grads[name] for grads in gradients) / RANKS
         before = {name: param.detach().clone() for name, param in named.items()}
         optimizer.step()
         notice("step", step, named, before)

@@ -1,4 +1,4 @@
-"""A worker for tests: counts steps, says so in a file for each rank, and leaves after the ordered one."""
+"""A worker for tests: counts steps in a file for each rank, and leaves after the ordered step."""
 
 from __future__ import annotations
 

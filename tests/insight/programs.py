@@ -1,4 +1,4 @@
-"""What tests of the tools run as somebody's command."""
+"""Programs that tests of the tools run as a user's command."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.environment import cleaned
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
-#: Time-outs for what shall hang, to try one after the other: on a busy machine it may not have come that far. To wait
-#: costs no processor, and to begin anew does.
-PATIENCE = (3, 12, 30, 80)
+#: Timeouts in seconds for programs that hang, to try in turn: on a busy machine a program may not have reached its hang
+#: within a short one. A long wait costs no processor time, but a repeated start does.
+HANG_TIMEOUTS_S = (3, 12, 30, 80)
 
-#: One process without a group; add what it does with ``step()``.
+#: A process without a group. Append code that trains with ``step()``.
 ALONE = """
 import os, sys
 import torch
@@ -30,10 +30,10 @@ def step():
 """
 
 
-# A test module takes it over under the same name.
+# Test modules import it under the same name, which makes it their autouse fixture.
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Nothing of the environment of whoever runs the tests reaches the command."""
+    """Keep the environment of the process that runs the tests away from the command."""
     cleaned(monkeypatch, PYTHONPATH=str(ROOT))
 
 

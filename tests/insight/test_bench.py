@@ -1,4 +1,4 @@
-"""Whole benches of small scripts; the numbers asserted are those that do not depend on the machine."""
+"""Complete benches of small scripts; the numbers asserted are those that do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.preloaded import preloaded
 
 environment = programs.environment
 
-#: 2 ranks, 3 microbatches of 4 lines of 6 tokens; an evaluation in every step; no end of its own.
+#: 2 ranks, 3 microbatches of 4 lines of 6 tokens, an evaluation in every step, and an endless loop.
 LANGUAGE = """
 import contextlib
 import torch, torch.distributed as dist
@@ -91,16 +91,16 @@ def test_a_script_on_two_ranks_is_measured(bench, tmp_path):
         }
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])
-    for one in (stock, patched):
-        assert (one["world"], one["taken"], len(one["times"]), one["clock"]) == (
+    for run in (stock, patched):
+        assert (run["world"], run["taken"], len(run["times"]), run["clock"]) == (
             2,
             9,
             6,
             "host clock",
         )
-        assert all(time > 0 for time in one["times"])
-        assert one["batches"] == [3.0, "DistributedDataParallel"]
-        assert one["memory"]["resident"] > 2**26
+        assert all(time > 0 for time in run["times"])
+        assert run["batches"] == [3.0, "DistributedDataParallel"]
+        assert run["memory"]["resident"] > 2**26
     # The linear layer: forward, and the gradients of weight and input, of three microbatches, and one evaluation.
     assert stock["flops"] == {"float32": 3 * 6 * 24 * 16 * 11 + 2 * 24 * 16 * 11}
     assert patched["flops"] == {}

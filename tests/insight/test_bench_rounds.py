@@ -1,4 +1,4 @@
-"""The order of runs, what is made of them, and what is said when one fails; the runs themselves are made up."""
+"""The order of runs, the results made of them, and the reports of failures; the runs themselves are made up."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ MS = {"fsdp2": 8.5, "stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b"
 
 
 class Machine:
-    """Stands in for ``insight.variants.run_variant``: a run has two ranks and takes the milliseconds of its kind."""
+    """A replacement of ``insight.variants.run_variant``: a run has two ranks and takes the milliseconds of its kind."""
 
     def __init__(self):
         self.ran: list[variants.Variant] = []
         self.counters = {"ddp": 3}
-        self.identity = {}  # what each process says of the job when it signs in
-        self.rank = {}  # changes to what a rank leaves
-        self.ends = {}  # by the name of a variant, changes to its outcome
+        # The identity of the job that each process reports when it signs in.
+        self.identity = {}
+        # Changes to the file that a rank leaves.
+        self.rank = {}
+        # Changes to the outcome of a variant, by its name.
+        self.ends = {}
         self.steps = 10
         self.again = 0
 
@@ -403,9 +406,8 @@ def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
     )
     monkeypatch.setitem(MS, "patched", 21.0)
     _, texts, _ = bench("--rounds", "1")
-    assert (
-        "2.000x slower (one pair of runs, 99% interval of the steps 2.000 to 2.000" in texts.out
-    )  # turned as well
+    # The interval is inverted as well.
+    assert "2.000x slower (one pair of runs, 99% interval of the steps 2.000 to 2.000" in texts.out
 
 
 @pytest.mark.parametrize(
@@ -485,9 +487,9 @@ def test_mfu_is_without_what_is_computed_again(machine, bench):
     _, texts, found = bench("--rounds", "1")
     machine.again = 1.0e9
     _, again, less = bench("--rounds", "1")
-    (whole, _), (part, _) = found["rows"], less["rows"]
-    assert part["tflops"] == whole["tflops"]
-    assert part["mfu"] == pytest.approx(whole["mfu"] * 3.001 / 4.001)
+    (before, _), (after, _) = found["rows"], less["rows"]
+    assert after["tflops"] == before["tflops"]
+    assert after["mfu"] == pytest.approx(before["mfu"] * 3.001 / 4.001)
     assert "computes again" in again.out
     assert "computes again" not in texts.out
 

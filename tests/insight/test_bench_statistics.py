@@ -41,13 +41,15 @@ def claims(rounds, cases, **second):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Hundreds of judgements with fewer resamples, which only decide the last digits of an interval."""
+    """Make hundreds of judgments fast."""
+    # Fewer resamples only change the last digits of an interval.
     monkeypatch.setattr("ovpatch.insight.bench.analysis._RESAMPLES", 40)
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 5])
 def test_what_differs_by_chance_alone_is_hardly_ever_claimed(quick, rounds):
-    assert claims(rounds, 150) <= 0.09  # one in twenty, and what 150 cases scatter
+    # One case in twenty, and a margin for the scatter of 150 cases.
+    assert claims(rounds, 150) <= 0.09
 
 
 @pytest.mark.parametrize("rounds", [2, 3])

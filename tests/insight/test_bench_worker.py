@@ -1,4 +1,4 @@
-"""What a worker tells of a step: its operations, what it is fed, its time and memory."""
+"""Measurements of a step by the worker: its operations, the batch it is fed, its time and memory."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def test_what_checkpointing_computes_again_is_known_apart(reentrant):
     assert ours.to_json() == {"by_dtype": {"float32": 7 * forward}, "again": forward, "reason": ""}
 
 
-def counts(*orders):
-    """Counts of steps, each so and so many products of the same cost; None is a step that cannot be counted."""
-    for products in orders:
-        one = FlopCount()
-        if products is not None:
-            one.start_counting()
-            for _ in range(products):
+def counts(*gemm_counts):
+    """Yield the count of each step, by its number of GEMMs of one size; None is a step that cannot be counted."""
+    for gemms in gemm_counts:
+        count = FlopCount()
+        if gemms is not None:
+            count.start_counting()
+            for _ in range(gemms):
                 torch.ones(2, 2) @ torch.ones(2, 2)
-            one.stop_counting()
-        yield one
+            count.stop_counting()
+        yield count
 
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
@@ -213,7 +213,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(
         bench_worker,
         "find_outermost_modules",
-        lambda: [one for one in everything() if id(one) not in before],
+        lambda: [module for module in everything() if id(module) not in before],
     )
     batches = BatchCounter()
     yield batches
@@ -360,7 +360,7 @@ def test_a_device_that_does_not_tell_its_clock_fails_no_script(monkeypatch):
 
 
 class Event:
-    """Stands in for torch.cuda.Event: it can be read once somebody has waited for it."""
+    """A replacement of torch.cuda.Event that can be read only after a wait for it."""
 
     made = 0
 
@@ -374,10 +374,10 @@ class Event:
     def synchronize(self):
         self.done = True
 
-    def elapsed_time(self, other):
+    def elapsed_time(self, end):
         assert self.done, "another stream's work need not be done when the last event is"
-        assert other.done
-        return float(other.time - self.time)
+        assert end.done
+        return float(end.time - self.time)
 
 
 def test_events_of_several_streams_are_all_waited_for(monkeypatch):

@@ -1,4 +1,4 @@
-"""Each part of the equality rule is tested by a pair of runs that it must tell apart."""
+"""Each part of the equality rule is tested by a pair of runs that it must distinguish."""
 
 from __future__ import annotations
 
@@ -194,9 +194,9 @@ def test_noise_never_excuses_a_value_that_is_not_finite():
 def test_values_that_are_not_finite_equal_their_like(dtype):
     values = torch.tensor([NAN, INF, -INF, 0.0, 1.0]).to(dtype)
     assert only_row(values, values.clone()).verdict is Verdict.BITWISE
-    for position, other in [(0, 0.0), (0, INF), (1, -INF), (1, 1.0), (2, NAN), (3, NAN)]:
+    for position, changed_value in [(0, 0.0), (0, INF), (1, -INF), (1, 1.0), (2, NAN), (3, NAN)]:
         changed = values.clone()
-        changed[position] = other
+        changed[position] = changed_value
         row = only_row(values, changed)
         assert (row.verdict, row.first_index, row.max_abs_diff) == (
             Verdict.DIFFERENT,
@@ -206,11 +206,12 @@ def test_values_that_are_not_finite_equal_their_like(dtype):
 
 
 def test_nan_payload_and_the_sign_of_zero_do_not_count():
-    quiet, other = (
+    quiet, other_nan = (
         struct.unpack("<f", struct.pack("<I", bits))[0] for bits in (0x7FC00000, 0x7FC00123)
     )
     assert (
-        only_row(torch.tensor([quiet, 0.0]), torch.tensor([other, -0.0])).verdict is Verdict.BITWISE
+        only_row(torch.tensor([quiet, 0.0]), torch.tensor([other_nan, -0.0])).verdict
+        is Verdict.BITWISE
     )
     assert only_row(NAN, NAN).verdict is Verdict.BITWISE
     assert only_row(complex(NAN, 1), complex(NAN, 2)).verdict is Verdict.DIFFERENT
@@ -234,9 +235,9 @@ def test_nan_payload_and_the_sign_of_zero_do_not_count():
 )
 def test_integers(dtype):
     base = torch.tensor([1, 2, 3]).to(dtype)
-    other = torch.tensor([1, 5, 3]).to(dtype)
+    changed = torch.tensor([1, 5, 3]).to(dtype)
     assert only_row(base, base.clone()).verdict is Verdict.BITWISE
-    row = only_row(base, other)
+    row = only_row(base, changed)
     assert (row.verdict, row.max_abs_diff, row.first_index) == (Verdict.DIFFERENT, 3.0, (1,))
 
 
@@ -305,7 +306,8 @@ def test_sparse(sparse):
     assert row.verdict is Verdict.DIFFERENT
     assert row.max_abs_diff == pytest.approx(1e-3, rel=1e-3)
     new = dense.clone()
-    new[1, 0] = 2.0  # a pattern of its own
+    # The second pattern of nonzero elements differs.
+    new[1, 0] = 2.0
     for a, b in ((dense, new), (new, dense)):
         row = only_row(sparse(a), sparse(b))
         assert (row.verdict, row.max_abs_diff) == (Verdict.DIFFERENT, 2.0)

@@ -37,7 +37,7 @@ class Own(Base):
 
 @pytest.fixture
 def seen():
-    """What was seen: ("before" or "after", the optimizer's class, its gradient, its parameter)."""
+    """List the calls of the hooks: ("before" or "after", the optimizer's class, its gradient, its parameter)."""
     seen = []
 
     def see(when, optimizer):
@@ -52,15 +52,12 @@ def seen():
     hooks.remove()
     count = len(seen)
     optimizer(Own).step()
-    assert len(seen) == count, "nothing is seen any more"
+    assert len(seen) == count, "nothing is seen after remove()"
 
 
 def optimizer(cls):
-    for base in (
-        torch.optim.SGD,
-        Base,
-        cls,
-    ):  # torch gives each its hooks when the first of it is built
+    # torch adds the hooks of each class when the first instance is built.
+    for base in (torch.optim.SGD, Base, cls):
         parameter = torch.nn.Parameter(torch.ones(1))
         parameter.grad = torch.ones(1)
         last = base([parameter], lr=0.25)
@@ -68,18 +65,18 @@ def optimizer(cls):
     return last
 
 
-#: As it was handed over, and as the whole step left it: half the gradient, and 1 - 0.125 rounded.
-WHOLE = [("before", "Own", 1.0, 1.0), ("after", "Own", 0.5, 1.0)]
+#: The state on entry, and after the full step: half the gradient, and 1 - 0.125 rounded.
+FULL_STEP = [("before", "Own", 1.0, 1.0), ("after", "Own", 0.5, 1.0)]
 
 
 def test_a_step_is_seen_as_a_whole_however_many_of_its_bases_have_hooks(seen):
     optimizer(Own).step()
-    assert seen == WHOLE
+    assert seen == FULL_STEP
 
 
 def test_a_step_that_calls_its_base_twice_is_one(seen):
     optimizer(Own).step("twice")
-    assert seen == WHOLE
+    assert seen == FULL_STEP
 
 
 def test_a_step_that_raises_is_none_and_leaves_nothing_to_the_next(seen):
@@ -91,12 +88,12 @@ def test_a_step_that_raises_is_none_and_leaves_nothing_to_the_next(seen):
     own.param_groups[0]["params"][0].grad.fill_(1.0)
     del seen[:]
     own.step()
-    assert seen == WHOLE
+    assert seen == FULL_STEP
 
 
 def test_a_step_that_survives_its_bases_exception_is_one(seen):
     optimizer(Own).step("catch")
-    assert seen == WHOLE
+    assert seen == FULL_STEP
 
 
 class Outer(torch.optim.Optimizer):

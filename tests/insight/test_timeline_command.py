@@ -131,7 +131,7 @@ def test_traces_of_a_run(timeline, tmp_path):
 
 
 class Browser:
-    """Fetches what a page is told to fetch, as Perfetto's page does."""
+    """A browser that fetches the address that a page names, as Perfetto's page does."""
 
     def __init__(self):
         self.fetched = b""
@@ -220,8 +220,10 @@ def test_two_folders_are_compared_and_may_lie_in_the_output_folder(timeline, tmp
         (folder / variant).mkdir(parents=True)
         for path in recorded(variant):
             shutil.copy(path, folder / variant / path.name.replace(variant, "trace"))
-    (folder / "stock" / "worker-1.json").write_text("{}")  # what else a variant leaves
-    for _ in range(2):  # what an earlier call has written is replaced
+    # A variant leaves other files as well.
+    (folder / "stock" / "worker-1.json").write_text("{}")
+    # The second call replaces the files of the first.
+    for _ in range(2):
         code, out, err = timeline("--compare", folder / "stock", folder / "patched")
         assert code == 0, err
         assert "overlap efficiency: " in out
@@ -258,7 +260,7 @@ def test_kernels_of_the_users_own(timeline, tmp_path):
     assert "my_push_kernel" in timeline("--communication", "^my_push", "rank0.json")[1]
 
 
-# --- whole programs ---
+# --- complete programs ---
 
 
 def run(folder, *line, timeout=150):
@@ -295,12 +297,12 @@ def test_a_whole_program_is_compared(tmp_path):
     assert "ovpatch::ddp::all_reduce" in done.stdout
     summary = json.loads((folder / "summary.json").read_text())
     assert [run["name"] for run in summary["runs"]] == ["stock", "patched"]
-    for one in summary["runs"]:
-        assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
-        for rank in one["ranks"]:
+    for variant in summary["runs"]:
+        assert [rank["rank"] for rank in variant["ranks"]] == [0, 1]
+        for rank in variant["ranks"]:
             assert [step["number"] for step in rank["steps"]] == [4, 5]
             phases = {group["phase"] for step in rank["steps"] for group in step["collectives"]}
-            assert ("ovpatch::ddp::all_reduce" in phases) == (one["name"] == "patched")
+            assert ("ovpatch::ddp::all_reduce" in phases) == (variant["name"] == "patched")
             assert all(
                 step["compute"] > 0 and step["exposed"] + step["hidden"] > 0
                 for step in rank["steps"]
@@ -346,14 +348,14 @@ def test_a_whole_program_on_gpus(tmp_path, operators):
     for path in (tmp_path / "ovpatch-timeline").glob("*/trace-rank*.json.gz"):
         assert any(read_trace(path).select_events("cpu_op")) == operators
     summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
-    for one in summary["runs"]:
-        assert [rank["device"] for rank in one["ranks"]] == ["gpu 0", "gpu 1"]
-        for rank in one["ranks"]:
+    for variant in summary["runs"]:
+        assert [rank["device"] for rank in variant["ranks"]] == ["gpu 0", "gpu 1"]
+        for rank in variant["ranks"]:
             assert [step["number"] for step in rank["steps"]] == [5, 6, 7]
             groups = [group for step in rank["steps"] for group in step["collectives"]]
             assert {group["collective"] for group in groups} == {"nccl all_reduce"}
             phases = {group["phase"] for group in groups}
-            assert ("ovpatch::ddp::all_reduce" in phases) == (one["name"] == "patched")
+            assert ("ovpatch::ddp::all_reduce" in phases) == (variant["name"] == "patched")
             assert all(step["compute"] > step["step"] / 100 for step in rank["steps"])
 
 

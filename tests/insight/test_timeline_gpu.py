@@ -17,10 +17,10 @@ VARIANTS = ("gpu-stock", "gpu-patched")
 STEP = 12
 
 
-def swept(path):
-    """Return the step's nanoseconds by what the device did in them, from the file itself.
+def sweep(path):
+    """Return the step's nanoseconds by the device's activity, from the file itself.
 
-    At each moment it is asked how many kernels that compute, kernels of NCCL and copies are running.
+    A sweep over all moments counts the kernels that compute, NCCL's kernels and the copies that run at each of them.
     """
     data = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal, parse_int=Decimal)
     events = data["traceEvents"]
@@ -43,7 +43,7 @@ def swept(path):
     }
 
     def border(number):
-        """When the device had finished the compute that was launched before the host's mark."""
+        """Return when the device had finished the compute that was launched before the host's mark."""
         at = marks[f"ovpatch::timeline::border ({number})"]
         ends = (
             e["ts"] + e["dur"]
@@ -54,8 +54,8 @@ def swept(path):
 
     start, end = border(STEP - 1), border(STEP)
     changes = {start: {}, end: {}}
-    for kind, ones in kinds.items():
-        for e in ones:
+    for kind, kind_events in kinds.items():
+        for e in kind_events:
             for time, by in ((e["ts"], 1), (e["ts"] + e["dur"], -1)):
                 here = changes.setdefault(min(max(time, start), end), {})
                 here[kind] = here.get(kind, 0) + by
@@ -85,11 +85,11 @@ def swept(path):
 def test_every_nanosecond_is_where_a_sweep_finds_it(variant):
     paths = recorded(variant)
     run = make_run(variant, read_all_ranks(paths))
-    assert [(one.rank, one.device) for one in run.ranks] == [(0, "gpu 0"), (1, "gpu 1")]
+    assert [(tracks.rank, tracks.device) for tracks in run.ranks] == [(0, "gpu 0"), (1, "gpu 1")]
     assert run.steps == (STEP,)
-    for one, path in zip(run.ranks, paths, strict=True):
-        found = vars(split_step(one, one.steps[0]))
-        assert found == swept(path)
+    for tracks, path in zip(run.ranks, paths, strict=True):
+        found = vars(split_step(tracks, tracks.steps[0]))
+        assert found == sweep(path)
         assert all(found[name] > 500_000 for name in ("compute", "hidden", "exposed", "idle"))
 
 
@@ -108,9 +108,9 @@ def test_every_nanosecond_is_where_a_sweep_finds_it(variant):
     ],
 )
 def test_every_kernel_of_nccl_has_its_collective_and_what_launched_it(variant, expected):
-    for one in make_run(variant, read_all_ranks(recorded(variant))).ranks:
-        groups = group_communications(one, one.steps[0])
+    for tracks in make_run(variant, read_all_ranks(recorded(variant))).ranks:
+        groups = group_communications(tracks, tracks.steps[0])
         assert {(group.collective, group.phase): group.calls for group in groups} == expected
-        parts = split_step(one, one.steps[0])
+        parts = split_step(tracks, tracks.steps[0])
         assert sum(group.exposed for group in groups) == parts.exposed
         assert sum(group.hidden for group in groups) == parts.hidden

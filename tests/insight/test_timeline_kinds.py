@@ -1,4 +1,4 @@
-"""What kernels and copies are, by the names that they have in traces of torch, NCCL and CUPTI."""
+"""Kinds of kernels and copies, by the names that they have in traces of torch, NCCL and CUPTI."""
 
 from __future__ import annotations
 
@@ -138,17 +138,17 @@ def test_a_peer_copy_is_called_that():
     ],
 )
 def test_what_torch_says_about_a_kernel_counts_more_than_its_name(said, collective):
-    one = kernel(
+    event = kernel(
         "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)", **{"Collective name": said}
     )
-    assert name_collective(one) == f"nccl {collective}"
+    assert name_collective(event) == f"nccl {collective}"
 
 
 def test_a_pattern_adds_kernels():
-    one = kernel("void deep_ep::internode::dispatch<4>(int)")
-    assert classify_event(one) is DeviceTimeKind.COMPUTE
-    assert classify_event(one, re.compile("deep_ep::")) is DeviceTimeKind.COMMUNICATION
-    assert name_collective(one) == "void deep_ep::internode::dispatch"
+    event = kernel("void deep_ep::internode::dispatch<4>(int)")
+    assert classify_event(event) is DeviceTimeKind.COMPUTE
+    assert classify_event(event, re.compile("deep_ep::")) is DeviceTimeKind.COMMUNICATION
+    assert name_collective(event) == "void deep_ep::internode::dispatch"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,8 @@ def test_a_pattern_adds_kernels():
         ("gloo:reduce_scatter", "gloo reduce_scatter"),
         ("gloo:send", "gloo send/recv"),
         ("mpi:broadcast", "mpi broadcast"),
-        ("nccl:all_reduce", ""),  # the launch on the host; the kernel counts
+        # The launch on the host: the kernel counts.
+        ("nccl:all_reduce", ""),
         ("DistributedDataParallel.forward", ""),
     ],
 )

@@ -45,7 +45,10 @@ def test_each_kind_has_its_lane(lanes):
     assert us(trace, found.communication) == [(35, 60), (70, 75)]
     assert us(trace, found.exposed) == [(40, 60), (70, 75)]
     assert us(trace, found.copies) == [(80, 90)]
-    assert [one.collective for one in found.communications] == ["nccl all_reduce", "peer copy"]
+    assert [communication.collective for communication in found.communications] == [
+        "nccl all_reduce",
+        "peer copy",
+    ]
 
 
 LABEL = "ovpatch::ddp::all_reduce (bucket 3)"
@@ -59,9 +62,7 @@ def test_a_kernel_has_the_label_over_its_launch(lanes):
     trace.note("ovpatch::ddp::inner (x)", 40, 50)
     for launch in (5, 12, 25, 35, 45, 55, None):
         trace.nccl(1000 + 10 * (launch or 20), 1005 + 10 * (launch or 20), launch=launch)
-    labels = {
-        us(trace, [(one.start, one.end)])[0][0]: one.label for one in lanes(trace).communications
-    }
+    labels = {us(trace, [(c.start, c.end)])[0][0]: c.label for c in lanes(trace).communications}
     assert labels == {
         1050: "",
         1120: LABEL,
@@ -84,12 +85,12 @@ def test_without_a_launch_the_range_on_the_stream_counts(lanes):
     trace.nccl(50, 60)
     trace.add(LABEL, "gpu_user_annotation", 45, 65, pid=DEVICE, tid=20)
     trace.add("ovpatch::other", "gpu_user_annotation", 45, 65, pid=DEVICE, tid=7)
-    (one,) = lanes(trace).communications
-    assert (one.label, one.phase) == (LABEL, "ovpatch::ddp::all_reduce")
+    (communication,) = lanes(trace).communications
+    assert (communication.label, communication.phase) == (LABEL, "ovpatch::ddp::all_reduce")
 
 
 def borders(*times):
-    """Borders of the steps from 4 on."""
+    """Return a trace that marks the end of each step, from step 4 on."""
     trace = Synthetic()
     for number, at in enumerate(times, 4):
         trace.border(number, at)
@@ -98,8 +99,8 @@ def borders(*times):
 
 #: A trace, and the steps of its device.
 STEPS = {
-    # Of which the first kernel was launched before the trace, and is step 4's; communication does not move the border.
-    "a device that lags behind ends its step with the work of that step": (
+    # The first kernel was launched before the trace and belongs to step 4; communication does not move the end.
+    "a late device ends its step with the work of that step": (
         lambda: borders(10, 100, 200).gemm(0, 40).gemm(40, 180, launch=20).nccl(60, 250, launch=30)
         .gemm(180, 310, launch=110), {5: (40, 180), 6: (180, 310)}),
     "a step ends with its last work on any stream": (
@@ -122,9 +123,8 @@ def test_a_launch_that_the_profiler_leaves_out_moves_no_other_border(lanes, numb
     trace = Synthetic().border(4, 0).border(5, 100).border(6, 200)
     trace.gemm(20, 130, launch=15).gemm(140, 180, launch=110)
     memset = {"device": DEVICE} if number is None else {"device": DEVICE, "correlation": number}
-    trace.add(
-        "Memset (Device)", "gpu_memset", 190, 210, pid=DEVICE, tid=7, **memset
-    )  # by cuMemsetD32Async
+    # As cuMemsetD32Async leaves it in the trace.
+    trace.add("Memset (Device)", "gpu_memset", 190, 210, pid=DEVICE, tid=7, **memset)
     assert windows(trace, lanes(trace)) == {5: (0, 130), 6: (130, 210)}
 
 
@@ -177,7 +177,7 @@ def cpu():
     return Synthetic().note("Optimizer.step#SGD.step", 900, 901)
 
 
-#: What a training thread did, and when it computed.
+#: Events of a training thread, and the spans in which it computed.
 FRAMES = (
     "autograd::engine::evaluate_function: AddmmBackward0", "torch::autograd::AccumulateGrad", "AddmmBackward0", "_Mine",
 )  # fmt: skip
@@ -220,7 +220,10 @@ def test_collectives_of_gloo_have_the_labels_of_their_calls_in_order_and_by_kind
         (70, "all_reduce"),
     ):
         trace.note(f"gloo:{name}", start, start + 20, tid=99 + start % 2)
-    found = [(one.collective, one.label) for one in lanes(trace).communications]
+    found = [
+        (communication.collective, communication.label)
+        for communication in lanes(trace).communications
+    ]
     assert found == [
         ("gloo all_reduce", "ovpatch::a::x (0)"),
         ("gloo all_reduce", "ovpatch::a::x (1)"),
@@ -234,7 +237,10 @@ def test_a_collective_from_before_the_trace_takes_no_label(lanes):
     trace.note("ovpatch::a::x (0)", 10, 20).op("c10d::allreduce_", 12, 14).note(
         "gloo:all_reduce", 13, 30, tid=98
     )
-    assert [one.label for one in lanes(trace).communications] == ["", "ovpatch::a::x (0)"]
+    assert [communication.label for communication in lanes(trace).communications] == [
+        "",
+        "ovpatch::a::x (0)",
+    ]
 
 
 # --- runs ---
@@ -245,7 +251,7 @@ def test_ranks_are_put_in_order(tmp_path):
         Synthetic(rank).op("aten::mm", 0, 5).write(tmp_path / f"{name}.json")
         for rank, name in ((1, "a"), (0, "b"))
     ]
-    assert [(one.rank, one.path.name) for one in read_all_ranks(paths)] == [
+    assert [(tracks.rank, tracks.path.name) for tracks in read_all_ranks(paths)] == [
         (0, "b.json"),
         (1, "a.json"),
     ]

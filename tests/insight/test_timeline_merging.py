@@ -20,7 +20,7 @@ def merged(runs, path):
 
 
 def rank(folder, number, *, late=0, zero=1_000_000):
-    """A rank whose clock shows the same step later, and whose numbers are those of the other rank."""
+    """Write the trace of a rank whose clock runs ``late`` and which uses the same ids as its peer."""
     trace = Synthetic(number, zero=zero + late).border(4, 0).border(5, 90)
     trace.gemm(0, 40, launch=1, occupancy=0.25).nccl(30, 70, launch=2).gemm(70, 100, launch=3)
     flow = {"cat": "ac2g", "name": "ac2g", "id": 7, "pid": 4242, "tid": 4242, "ts": trace.zero + 1}
@@ -80,8 +80,8 @@ def test_flows_join_two_ends_each_within_one_rank(runs, tmp_path):
     flows = [event for event in merged(runs, tmp_path / "m.json.gz") if event["ph"] in "sf"]
     assert set(Counter(event["id"] for event in flows).values()) == {2}
     assert all(
-        len({event["pid"] for event in flows if event["id"] == one}) == 1
-        for one in {f["id"] for f in flows}
+        len({event["pid"] for event in flows if event["id"] == flow}) == 1
+        for flow in {f["id"] for f in flows}
     )
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_before_zero_where_perfetto_would_drop_it(tmp_path):
 def test_ranks_of_machines_whose_clocks_differ_stand_together(tmp_path):
     paths = [rank(tmp_path, 0), rank(tmp_path, 1, late=7_000_000)]
     run = make_run("stock", read_all_ranks(paths))
-    assert len({one.steps[0].start for one in run.ranks}) == 1
+    assert len({tracks.steps[0].start for tracks in run.ranks}) == 1
     assert "clocks differ by more than a step" in run.remarks[0]
     assert split_step(run.ranks[0], run.ranks[0].steps[0]) == split_step(
         run.ranks[1], run.ranks[1].steps[0]
@@ -142,11 +142,13 @@ def test_what_is_exposed_is_a_track(runs, tmp_path):
 def test_recorded_traces_keep_times_and_totals(tmp_path):
     run = make_run("stock", read_all_ranks(recorded("stock")))
     events = merged([run], tmp_path / "m.json.gz")
-    for one in run.ranks:
+    for tracks in run.ranks:
         mine = {
-            pid for pid, name in owners(events).items() if name == f"stock rank {one.rank}: summary"
+            pid
+            for pid, name in owners(events).items()
+            if name == f"stock rank {tracks.rank}: summary"
         }
-        parts = [split_step(one, step) for step in one.steps]
+        parts = [split_step(tracks, step) for step in tracks.steps]
         for name, total in (
             ("exposed communication", sum(p.exposed for p in parts)),
             ("idle", sum(p.idle for p in parts)),
@@ -156,7 +158,7 @@ def test_recorded_traces_keep_times_and_totals(tmp_path):
             )
             assert found == total
     spans = [event for event in events if event.get("name") == "gloo:all_reduce"]
-    assert len(spans) == sum(len(one.communications) for one in run.ranks)
+    assert len(spans) == sum(len(tracks.communications) for tracks in run.ranks)
     assert {round(e["dur"] * 1000) for e in spans} == {
-        c.end - c.start for one in run.ranks for c in one.communications
+        c.end - c.start for tracks in run.ranks for c in tracks.communications
     }

@@ -11,7 +11,8 @@ from ovpatch.insight.timeline.summary import make_run
 from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import Synthetic
 
-HIDDEN = 10_000  # of each communication, in microseconds
+#: The hidden part of each communication, in microseconds.
+HIDDEN = 10_000
 RED = tuple(int(timeline_export.EXPOSED[i : i + 2], 16) for i in (1, 3, 5))
 
 
@@ -58,9 +59,8 @@ def test_exposed_is_red_and_as_long_as_it_took(run, tmp_path):
         timeline_export.draw_picture([run(name, *spans)], [path])
     none, ten, forty = (red_share(path) for path in files.values())
     assert none[0] == 0
-    assert forty[0] / ten[0] == pytest.approx(
-        4, rel=0.2
-    )  # the numbers written in white take some of it
+    # The numbers, which are written in white, cover a part of it.
+    assert forty[0] / ten[0] == pytest.approx(4, rel=0.2)
     width = ten[1].max() - ten[1].min()
     assert 0.08 < width < 0.1, "a tenth of the axis, which is not quite as wide as the picture"
 
@@ -123,8 +123,10 @@ def test_a_rank_is_drawn_to_the_end_of_its_own_last_step(tmp_path):
 
 
 def test_copies_are_in_the_legend_only_if_there_are_any(run):
-    def legend(one):
-        return [text.get_text() for text in timeline_export._figure([one]).legends[0].get_texts()]
+    def legend(drawn_run):
+        return [
+            text.get_text() for text in timeline_export._figure([drawn_run]).legends[0].get_texts()
+        ]
 
     assert "copies only" not in legend(run("without"))
     assert "copies only" in legend(run("with", copies=True))

@@ -1,4 +1,4 @@
-"""Timelines of pipelines: F, B and W by rank, what is left of a step, and the labels of stock's stages."""
+"""Timelines of pipelines: F, B and W by rank, the rest of a step, and the labels of PyTorch's stages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _label(kind: str, microbatch: int, action: str = "") -> str:
 
 @pytest.fixture
 def run(tmp_path):
-    """A step of 100 ms: F 10, B 20 with a nested label of stock's stage, W 15, 5 of something else, 50 of waits."""
+    """A step of 100 ms: F 10, B 20 with a nested label of torch's stage, W 15, other work 5, waits 50."""
     paths = []
     for rank in range(2):
         trace = Synthetic(rank).border(4, 0).border(5, 100 * MS)
@@ -50,7 +50,7 @@ def run(tmp_path):
 
 
 def test_the_parts_of_a_step(run):
-    assert [one.name for one in run.ranks[0].actions] == ["0F3", "0B3", "0W3"]
+    assert [action.name for action in run.ranks[0].actions] == ["0F3", "0B3", "0W3"]
     for _, parts in pipelines.list_parts(run, 5):
         expected = {"F": 10, "B": 20, "W": 15, "other": 5, "wait": 50}
         assert vars(parts) == {name: ms * MS * MS for name, ms in expected.items()}
@@ -61,7 +61,9 @@ def test_the_parts_of_a_step(run):
     assert "stock | 0    | 10.0 | 20.0 | 15.0 | 5.00          | 50.0  | 55%" in table
     assert "stock: 55% of step 5 is bubble, the mean of ranks" in table
     moved = shift_tracks(run.ranks[0], 7, "")
-    assert [one.start for one in moved.actions] == [one.start + 7 for one in run.ranks[0].actions]
+    assert [action.start for action in moved.actions] == [
+        action.start + 7 for action in run.ranks[0].actions
+    ]
 
 
 def _steps(folder, *waits: int):
@@ -101,10 +103,10 @@ def test_other_traces_say_nothing_of_pipelines(tmp_path):
         .op("aten::mm", 0, 50)
         .note("ovpatch::ddp::F (0F3)", 0, 50)
     )
-    other = make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))
-    assert not pipelines.has_pipeline([other])
-    assert "pipeline" not in format_tables([other])
-    assert "pipeline" not in run_to_json(other)["ranks"][0]["steps"][0]
+    ddp_run = make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))
+    assert not pipelines.has_pipeline([ddp_run])
+    assert "pipeline" not in format_tables([ddp_run])
+    assert "pipeline" not in run_to_json(ddp_run)["ranks"][0]["steps"][0]
 
 
 def test_a_device_has_the_ranges_of_its_compute_stream(tmp_path):
@@ -113,7 +115,9 @@ def test_a_device_has_the_ranges_of_its_compute_stream(tmp_path):
     for stream, start, end in ((COMPUTE_STREAM, 20, 60), (NCCL_STREAM, 30, 90)):
         trace.add(_label("F", 1), "gpu_user_annotation", start, end, pid=DEVICE, tid=stream)
     (tracks,) = read_all_ranks([trace.write(tmp_path / "rank0.json")])
-    assert [(one.name, one.end - one.start) for one in tracks.actions] == [("0F1", 40_000)]
+    assert [(action.name, action.end - action.start) for action in tracks.actions] == [
+        ("0F1", 40_000)
+    ]
 
 
 def test_ranks_are_rows_of_coloured_computations(run, tmp_path):

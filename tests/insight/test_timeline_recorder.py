@@ -37,7 +37,7 @@ def step(times=1):
 """
 
 
-# Imports torch once, then runs each script in a fork of its own, as a process under orders would.
+# Imports torch once, then runs each script in a fork, as a process under orders would.
 SERVER = """
 import json, os, sys
 from pathlib import Path
@@ -46,14 +46,14 @@ from ovpatch.insight.timeline import timeline_worker
 from ovpatch.session.worker_orders import Orders
 import torch.profiler, torch._dynamo, torch._inductor.config  # as the first optimizer will
 for line in sys.stdin:
-    one = json.loads(line)
+    order = json.loads(line)
     pid = os.fork()
     if not pid:
-        folder = Path(one["folder"])
+        folder = Path(order["folder"])
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
-        timeline_worker.start_worker(Orders("", folder / "left", one["details"]))
-        exec(one["code"], {"__name__": "__main__"})
+        timeline_worker.start_worker(Orders("", folder / "left", order["details"]))
+        exec(order["code"], {"__name__": "__main__"})
         sys.exit()  # runs what is registered for the end
     os.write(3, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
@@ -72,7 +72,7 @@ def server():
 
 @pytest.fixture
 def run(server, tmp_path):
-    """Run a script under orders; returns its exit code, stdout and stderr, what it left, and what is said of rank 0."""
+    """Run a script under orders; returns its exit code, stdout and stderr, its files, and the facts of rank 0."""
 
     def run(body, first=3, count=2, stop=True, operators=False):
         (tmp_path / "left").mkdir()
@@ -99,11 +99,13 @@ def test_the_ordered_steps_are_recorded_and_the_process_leaves(run):
         "two steps after those that were recorded, and the one in which the trace was written"
     )
     assert sorted(map(int, facts["durations"])) == [3, 4, 5, 6, 7]
-    (one,) = read_all_ranks([folder / "trace-rank0.json.gz"])
-    assert [step.number for step in one.steps] == [3, 4]
-    for step in one.steps:
-        assert 0 < one.compute.clip(step.start, step.end).total < step.end - step.start
-    assert not one.compute.clip(one.steps[-1].end + 100_000_000, one.steps[-1].end + 10**12)
+    (tracks,) = read_all_ranks([folder / "trace-rank0.json.gz"])
+    assert [step.number for step in tracks.steps] == [3, 4]
+    for step in tracks.steps:
+        assert 0 < tracks.compute.clip(step.start, step.end).total < step.end - step.start
+    assert not tracks.compute.clip(
+        tracks.steps[-1].end + 100_000_000, tracks.steps[-1].end + 10**12
+    )
 
 
 def test_without_operators_only_ours_is_told_to_leave_them_out():
@@ -151,7 +153,9 @@ def beat(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux where its output goes")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="needs /proc to see where its output goes"
+)
 def test_the_end_of_a_forked_child_is_not_that_of_the_script(run):
     done, folder, facts = run(
         """
@@ -248,8 +252,8 @@ def facts(rank=0, world=1, recorded=(3, 4), durations=(), device="cpu", last=7, 
 
 
 def left(folder, *all_facts, traces=()):
-    for one in all_facts:
-        (folder / f"recording-rank{one['rank']}.json").write_text(json.dumps(one))
+    for rank_facts in all_facts:
+        (folder / f"recording-rank{rank_facts['rank']}.json").write_text(json.dumps(rank_facts))
     for rank in traces:
         trace = Synthetic(rank).op("aten::mm", 0, 30).border(2, 0).border(3, 10).border(4, 20)
         trace.write(folder / f"trace-rank{rank}.json")
@@ -285,10 +289,10 @@ def test_nothing_recorded_is_an_error_with_the_cause(tmp_path, some, complaint):
 
 
 def test_the_cost_is_of_the_slowest_rank_without_the_steps_in_which_our_own_work_is_done():
-    one = facts(0, 2, (5, 6), {3: 90, 4: 500, 5: 103, 6: 102, 7: 900, 8: 110})
-    two = facts(1, 2, (5, 6), {3: 80, 4: 500, 5: 100, 6: 104, 7: 900, 8: 110})
-    assert measure_cost([one, two]) == Cost(102.5e-9, 100e-9, (2, 2), (80e-9, 110e-9))
-    assert measure_cost([one, two]).share == pytest.approx(0.025)
+    first = facts(0, 2, (5, 6), {3: 90, 4: 500, 5: 103, 6: 102, 7: 900, 8: 110})
+    second = facts(1, 2, (5, 6), {3: 80, 4: 500, 5: 100, 6: 104, 7: 900, 8: 110})
+    assert measure_cost([first, second]) == Cost(102.5e-9, 100e-9, (2, 2), (80e-9, 110e-9))
+    assert measure_cost([first, second]).share == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize(("recorded", "said"), [(102, False), (104, False), (112, True)])
@@ -312,9 +316,9 @@ def test_on_a_gpu_blocks_count_not_single_steps():
 
 
 def test_hosts_that_run_ahead_in_turns_cost_nothing():
-    one = facts(0, 2, (6, 7), {3: 100, 4: 100, 6: 10, 7: 190}, device="gpu")
-    two = facts(1, 2, (6, 7), {3: 100, 4: 100, 6: 190, 7: 10}, device="gpu")
-    assert measure_cost([one, two]).share == pytest.approx(0)
+    first = facts(0, 2, (6, 7), {3: 100, 4: 100, 6: 10, 7: 190}, device="gpu")
+    second = facts(1, 2, (6, 7), {3: 100, 4: 100, 6: 190, 7: 10}, device="gpu")
+    assert measure_cost([first, second]).share == pytest.approx(0)
 
 
 def test_a_device_that_gets_slower_as_it_gets_warm_is_no_cost():
@@ -333,6 +337,6 @@ def test_a_device_that_gets_slower_as_it_gets_warm_is_no_cost():
     assert (cost.recorded, cost.unrecorded) == (pytest.approx(102e-9), pytest.approx(102e-9))
 
 
-def test_without_steps_beside_there_is_no_cost():
+def test_without_unrecorded_steps_there_is_no_cost():
     assert measure_cost([facts(0, 1, (2, 3), {3: 10})]) is None
     assert measure_cost([]) is None

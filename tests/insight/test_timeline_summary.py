@@ -1,4 +1,4 @@
-"""The numbers: on traces whose answer is known, on any trace against counting every point, and on recorded ones."""
+"""The numbers: on traces with known results, on any trace against a count of every point, and on recorded traces."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ def lanes(compute, communications, copies=(), steps=((1, 0, 100),), rank=0):
     )
 
 
-def parts(one):
-    found = vars(split_step(one, one.steps[0]))
+def parts(tracks):
+    found = vars(split_step(tracks, tracks.steps[0]))
     assert found["compute"] + found["exposed"] + found["copies"] + found["idle"] == found["step"]
     return found
 
 
 def test_a_step_by_hand():
-    one = lanes([(0, 40), (60, 70)], [("", 30, 50), ("", 45, 65), ("", 95, 130)], copies=[(35, 80)])
-    assert parts(one) == {
+    tracks = lanes(
+        [(0, 40), (60, 70)], [("", 30, 50), ("", 45, 65), ("", 95, 130)], copies=[(35, 80)]
+    )
+    assert parts(tracks) == {
         "step": 100,
         "compute": 50,
         "hidden": 15,
@@ -61,19 +63,19 @@ def test_a_step_by_hand():
         "copies": 10,
         "idle": 15,
     }
-    assert split_step(one, one.steps[0]).hidden_share == 15 / 40
+    assert split_step(tracks, tracks.steps[0]).hidden_share == 15 / 40
 
 
 def test_what_crosses_a_border_is_split():
-    one = lanes([(0, 150)], [("", 90, 210)], steps=((1, 0, 100), (2, 100, 200)))
-    first, second = (split_step(one, step) for step in one.steps)
+    tracks = lanes([(0, 150)], [("", 90, 210)], steps=((1, 0, 100), (2, 100, 200)))
+    first, second = (split_step(tracks, step) for step in tracks.steps)
     assert (first.hidden, first.exposed) == (10, 0)
     assert (second.hidden, second.exposed) == (50, 50)
 
 
 def test_without_communication_there_is_no_share():
-    one = lanes([(0, 50)], [])
-    assert split_step(one, one.steps[0]).hidden_share is None
+    tracks = lanes([(0, 50)], [])
+    assert split_step(tracks, tracks.steps[0]).hidden_share is None
     assert summary.format_percent(None) == "n/a"
 
 
@@ -82,23 +84,25 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
 
 @given(SPANS, SPANS, SPANS, st.integers(0, 60), st.integers(1, 40))
 def test_every_point_of_a_step_is_counted_once(compute, talk, copies, start, length):
-    one = lanes(compute, [("", *span) for span in talk], copies, steps=[(1, start, start + length)])
+    tracks = lanes(
+        compute, [("", *span) for span in talk], copies, steps=[(1, start, start + length)]
+    )
     expected = dict.fromkeys(("compute", "hidden", "exposed", "copies", "idle"), 0)
     for point in range(start, start + length):
         a, b, c = (any(s <= point < e for s, e in spans) for spans in (compute, talk, copies))
         expected["compute" if a else "exposed" if b else "copies" if c else "idle"] += 1
         expected["hidden"] += a and b
-    assert parts(one) == {"step": length, **expected}
+    assert parts(tracks) == {"step": length, **expected}
 
 
 def test_groups_are_by_collective_and_phase_the_most_exposed_first():
-    one = lanes(
+    tracks = lanes(
         [(0, 50)],
         [("ovpatch::a::x (0)", 0, 10), ("ovpatch::a::x (1)", 5, 20), ("", 45, 60), ("", 200, 300)],
     )
     found = [
         (group.phase, group.calls, group.hidden, group.exposed)
-        for group in group_communications(one, one.steps[0])
+        for group in group_communications(tracks, tracks.steps[0])
     ]
     assert found == [("", 1, 5, 10), ("ovpatch::a::x", 2, 20, 0)]
 
@@ -205,10 +209,11 @@ TALKS = st.lists(
 
 @given(SPANS, TALKS)
 def test_the_groups_add_up_to_the_communication_of_the_step(compute, talks):
-    one = lanes(compute, talks, steps=[(1, 10, 50)])
-    groups, whole = group_communications(one, one.steps[0]), split_step(one, one.steps[0])
-    assert sum(group.hidden for group in groups) == whole.hidden
-    assert sum(group.exposed for group in groups) == whole.exposed
+    tracks = lanes(compute, talks, steps=[(1, 10, 50)])
+    groups = group_communications(tracks, tracks.steps[0])
+    step_parts = split_step(tracks, tracks.steps[0])
+    assert sum(group.hidden for group in groups) == step_parts.hidden
+    assert sum(group.exposed for group in groups) == step_parts.exposed
 
 
 @pytest.fixture
@@ -262,9 +267,9 @@ def test_recorded_collectives_have_the_labels_of_the_feature():
     stock, patched = (
         make_run(variant, read_all_ranks(recorded(variant))) for variant in ("stock", "patched")
     )
-    assert {one.label for lanes_ in stock.ranks for one in lanes_.communications} == {""}
-    for one in patched.ranks:
-        names = [c.label for c in one.communications if c.label]
+    assert {c.label for tracks in stock.ranks for c in tracks.communications} == {""}
+    for tracks in patched.ranks:
+        names = [c.label for c in tracks.communications if c.label]
         assert (
             names
             == ["ovpatch::ddp::all_reduce (bucket 0)", "ovpatch::ddp::all_reduce (bucket 1)"] * 2

@@ -25,19 +25,15 @@ def written(path: Path, *events, base=0) -> Path:
     ("ts", "dur", "start", "end"),
     [
         ("4404684937622.820", "74.380", 4404684937622820, 4404684937697200),
-        (
-            "1795261711123456.789",
-            "0.001",
-            1795261711123456789,
-            1795261711123456790,
-        ),  # as a float: a quarter of 1 us
+        # Rounded to a multiple of 0.25 us if read as a float.
+        ("1795261711123456.789", "0.001", 1795261711123456789, 1795261711123456790),
         ("5", "2", 5000, 7000),
         ("0.999", "0.001", 999, 1000),
     ],
 )
 def test_times_are_exact(tmp_path, ts, dur, start, end):
-    (one,) = read_trace(written(tmp_path / "rank0.json", event(ts, dur))).events
-    assert (one.start, one.end) == (start, end)
+    (found_event,) = read_trace(written(tmp_path / "rank0.json", event(ts, dur))).events
+    assert (found_event.start, found_event.end) == (start, end)
 
 
 def test_times_count_from_the_base(tmp_path):
@@ -62,7 +58,7 @@ def test_events_come_by_start_the_longer_first(tmp_path):
     path = written(
         tmp_path / "rank0.json", event("5", "1", "c"), event("1", "2", "b"), event("1", "9", "a")
     )
-    assert [one.name for one in read_trace(path).events] == ["a", "b", "c"]
+    assert [found_event.name for found_event in read_trace(path).events] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

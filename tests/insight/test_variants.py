@@ -88,19 +88,20 @@ def test_patched_ranks_of_torchrun_leave_after_the_ordered_step_with_a_report(ru
 def test_a_step_is_one_turn_of_all_optimizers_and_a_slow_rank_finds_its_peers_still_there(run):
     outcome = run(
         """
-        other = torch.optim.Adam(model.parameters())
+        adam = torch.optim.Adam(model.parameters())
         for turn in range(50):
-            os.write(1, b"turn %d\\n" % turn)  # at once: the other rank writes there, too
+            # At once: its peer writes there, too.
+            os.write(1, b"turn %d\\n" % turn)
             if turn == 1 and dist.get_rank() == 1:
                 time.sleep(1.0)
             step()
-            step(other)
-            if turn == 0: step(other)
+            step(adam)
+            if turn == 0: step(adam)
         """
     )
     assert outcome.code == 0, outcome.read_failure()
     assert counted(outcome) == {"rank0": 3, "rank1": 3}
-    # other has stepped twice in turn 0, so its third step is that of turn 1
+    # adam has stepped twice in turn 0, so it makes its third step in turn 1.
     assert "turn 1" in outcome.log.read_text()
     assert "turn 2" not in outcome.log.read_text()
     assert outcome.applied == []
@@ -128,7 +129,7 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
         step()
         wait_for_nobody()
         """
-    for timeout in programs.PATIENCE:
+    for timeout in programs.HANG_TIMEOUTS_S:
         outcome = run(body, launcher=preloaded(ranks=2), timeout=timeout)
         if (
             len(variants.read_ranks(outcome.folder)) == 2
@@ -173,7 +174,7 @@ def test_a_forked_rank_that_hangs_shows_its_own_stacks(run):
         child.start()
         child.join()
         """
-    for timeout in programs.PATIENCE:
+    for timeout in programs.HANG_TIMEOUTS_S:
         outcome = run(body, head=ALONE, timeout=timeout)
         if any("in wait_here" in text for text in outcome.stacks.values()):
             break
@@ -191,14 +192,14 @@ def test_a_second_ctrl_c_ends_what_ignores_the_first(run, monkeypatch, tmp_path)
         while not ignores.exists():
             time.sleep(0.05)
         for _ in range(2):
-            # The handler of the job is gone if the job ended by the first signal. The second would then end pytest.
+            # A job that has ended has no handler. If the first signal ended it, the second would end pytest.
             if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.6)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    ignoring = "import signal\nfor one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, signal.SIG_IGN)\n"
+    ignoring = "import signal\nfor ignored in (signal.SIGINT, signal.SIGTERM): signal.signal(ignored, signal.SIG_IGN)\n"
     ignoring += f"open({str(ignores)!r}, 'w').close()\n"
     outcome = run("wait_here()", head=ignoring + ALONE)
     thread.join()
@@ -246,7 +247,10 @@ def test_leaving_one_out():
     variant = variants.Variant("patched", "a,b", variables={"X": "1"})
     assert variants.leave_one_out(variant, ["a"], {}) == {}
     left = variants.leave_one_out(variant, ["a", "b"], {"a": [], "b": ["other"]})
-    assert {feature: (one.name, one.variables) for feature, one in left.items()} == {
+    assert {
+        feature: (left_variant.name, left_variant.variables)
+        for feature, left_variant in left.items()
+    } == {
         "a": ("without-a", {"X": "1", "OVPATCH_A": "0"}),
         "b": ("without-b", {"X": "1", "OVPATCH_B": "0"}),
     }
@@ -256,7 +260,7 @@ def test_what_requires_a_feature_goes_with_it():
     variant = variants.Variant("patched", "a,b,c,d")
     requires = {"b": ["a"], "c": ["b"]}
     left = variants.leave_one_out(variant, ["a", "b", "c", "d"], requires)
-    assert {feature: sorted(one.variables) for feature, one in left.items()} == {
+    assert {feature: sorted(left_variant.variables) for feature, left_variant in left.items()} == {
         "a": ["OVPATCH_A", "OVPATCH_B", "OVPATCH_C"],
         "b": ["OVPATCH_B", "OVPATCH_C"],
         "c": ["OVPATCH_C"],

@@ -1,4 +1,4 @@
-"""``ovpatch verify`` as people call it: verdicts, exit codes, and what is said when a script fails or hangs."""
+"""``ovpatch verify`` as a user calls it: verdicts, exit codes, and the report of a script that fails or hangs."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_an_average_in_a_checkpoint_is_compared_by_value(record):
 def test_a_parameter_that_is_saved_is_judged_at_its_step(record):
     stock = record("stock", saving())
     compared = compare_runs(stock, record("far", saving(far=0.5)))
-    assert [one.row.name for one in compared.different] == ["parameter a"]
-    (saved,) = (one for one in compared.findings if one.row.name == "saved model.a")
+    assert [finding.row.name for finding in compared.different] == ["parameter a"]
+    (saved,) = (finding for finding in compared.findings if finding.row.name == "saved model.a")
     assert saved.row.note == "it is 'parameter a' of the step before"
     (stale,) = compare_runs(stock, record("stale", saving(stale=1))).findings
     assert (stale.row.name, stale.row.verdict) == ("saved model.a", Verdict.DIFFERENT)
@@ -167,11 +167,11 @@ def test_names_that_stock_does_not_repeat_are_no_difference():
 
 
 def test_the_first_difference_is_of_the_earliest_event_and_of_a_parameter(record):
-    other = turns(3, **{"norm of gradients": keep_value(2.0), "gradient a": value(2.0)})
+    changed = turns(3, **{"norm of gradients": keep_value(2.0), "gradient a": value(2.0)})
     stock = turns(3, **{"norm of gradients": keep_value(1.0)})
     late = turns(3)
     late[5][1]["parameter a"] = value(9.0)
-    compared = compare_runs(record("a", turns(3), stock), record("b", late, other))
+    compared = compare_runs(record("a", turns(3), stock), record("b", late, changed))
     first = compared.first
     assert (first.process, first.step, first.row.name) == ("rank 1", 2, "gradient a")
     assert first.event == "step 2 of optimizer 0 (SGD)"
@@ -242,7 +242,7 @@ def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):
     assert compare_runs(stock, record("b", turns(2), turns(1), cut=True)).findings == []
     assert compare_runs(stock, record("c", turns(2), turns(1), cut=True)).steps == 2
     found = compare_runs(stock, record("d", turns(3), turns(1))).findings
-    assert [(one.process, one.row.note) for one in found] == [
+    assert [(finding.process, finding.row.note) for finding in found] == [
         ("rank 1", "stock: a backward (step 2); patched: the end")
     ]
     (missing,) = compare_runs(stock, record("e", turns(3))).findings
@@ -262,19 +262,19 @@ def test_what_stock_itself_does_not_repeat_is_noise(record):
     stock, near, far = variant("a", 0.0), variant("b", 1.9e-3), variant("c", 2.1e-3)
     noise_run = variant("d", 1e-3)
     allowed = compare_runs(stock, near, {"reordered": noise_run})
-    assert [one.row.verdict for one in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
+    assert [finding.row.verdict for finding in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
     assert allowed.different == []
-    assert {one.row.name for one in compare_runs(stock, near).different} == {
+    assert {finding.row.name for finding in compare_runs(stock, near).different} == {
         "gradient a",
         "random.python",
     }
-    assert {one.row.name for one in compare_runs(stock, far, {"rerun": noise_run}).different} == {
-        "gradient a"
-    }
+    assert {
+        finding.row.name for finding in compare_runs(stock, far, {"rerun": noise_run}).different
+    } == {"gradient a"}
     gone = compare_runs(
         stock, variant("e", 0.0, shorter=True), {"rerun": variant("f", 0.0, shorter=True)}
     )
-    assert [one.row.verdict for one in gone.findings] == [Verdict.WITHIN_NOISE]
+    assert [finding.row.verdict for finding in gone.findings] == [Verdict.WITHIN_NOISE]
 
 
 def test_a_noise_run_that_went_another_way_allows_nothing(record):
@@ -284,18 +284,17 @@ def test_a_noise_run_that_went_another_way_allows_nothing(record):
     )
     wild = turns(3, **{"gradient a": value(more=1.0)})
     assert not compare_runs(stock, patched, {"rerun": record("c", wild)}).different
-    wild[:2] = wild[
-        1::-1
-    ]  # what follows stands where stock's does, but is not known to be the same
+    # The later events are at the same places as in the stock run, but nothing shows that they are the same events.
+    wild[:2] = wild[1::-1]
     assert compare_runs(stock, patched, {"rerun": record("d", wild)}).different
 
 
 def test_large_tensors_are_judged_by_their_sums():
     def row(more, noise_run=0.0):
-        stock, patched, other = (
+        stock, patched, noisy = (
             value(1.0, moved, MAX_KEPT_ELEMENTS * 4) for moved in (0.0, more, noise_run)
         )
-        (found,) = compare_values({"a": stock}, {"a": patched}, {"reordered": {"a": other}})
+        (found,) = compare_values({"a": stock}, {"a": patched}, {"reordered": {"a": noisy}})
         return found.verdict
 
     assert row(1.0) is Verdict.DIFFERENT
@@ -346,9 +345,11 @@ def losses(*numbers):
 @pytest.mark.parametrize(
     ("patched", "different"),
     [
-        ([(1.0, 1.0, 1.0), (1.0, 1.025, 1.025)], []),  # three times what the other rank's moved
+        # Three times the move of rank 0.
+        ([(1.0, 1.0, 1.0), (1.0, 1.025, 1.025)], []),
         ([(1.0, 1.0, 1.0), (1.0, 1.035, 1.0)], [("rank 1", 2)]),
-        ([(1.0, 1.0, 1.0), (1.015, 1.0, 1.0)], [("rank 1", 1)]),  # nothing had moved until then
+        # Nothing had moved until then.
+        ([(1.0, 1.0, 1.0), (1.015, 1.0, 1.0)], [("rank 1", 1)]),
     ],
 )
 def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, different):
@@ -357,7 +358,7 @@ def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, differ
     compared = compare_runs(
         stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun}
     )
-    assert [(one.process, one.step) for one in compared.different] == different
+    assert [(finding.process, finding.step) for finding in compared.different] == different
 
 
 def test_progress_counts_runs_and_says_why_there_are_more():

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Variants:
-    """Runs the script with one feature, or stock, once for all tests."""
+    """Runs of the script with one feature, or stock, once for all tests."""
 
     request: Request
 
@@ -83,7 +83,9 @@ def test_a_stale_parameter_on_one_rank(ran):
     compared = ran.compare("stale")
     assert first_of(compared) == (2, "rank 1", "parameter 2.weight")
     at_once = [
-        one.row.name for one in compared.different if (one.step, one.process) == (2, "rank 1")
+        finding.row.name
+        for finding in compared.different
+        if (finding.step, finding.process) == (2, "rank 1")
     ]
     assert at_once == ["parameter 2.weight"]
 
@@ -96,13 +98,16 @@ def test_a_skip_on_one_rank_alone(ran):
 
 def test_a_checkpoint_of_another_dtype_and_later_a_random_number_drawn_too_many(ran):
     compared = ran.compare("wrong_dtype", "disturbed")
-    saved = [one for one in compared.different if one.event == "a checkpoint (model.pt)"]
-    rows = {one.row.name: one.row.note for one in saved}
+    saved = [
+        finding for finding in compared.different if finding.event == "a checkpoint (model.pt)"
+    ]
+    rows = {finding.row.name: finding.row.note for finding in saved}
     assert rows["saved model.module.0.weight"] == "float32 [40, 8] became float16 [40, 8]"
-    assert {one.process for one in saved} == {"rank 0"}
-    others = [one for one in compared.different if one not in saved]
-    assert {one.step for one in others} == {3}
+    assert {finding.process for finding in saved} == {"rank 0"}
+    later = [finding for finding in compared.different if finding not in saved]
+    assert {finding.step for finding in later} == {3}
     assert {("rank 1", "random.torch"), ("rank 1", "random.python")} & names(compared) == {
         ("rank 1", "random.torch")
     }
-    assert others[0].row.name == "loss"  # whose dropout took other numbers
+    # The dropout before the loss drew other numbers.
+    assert later[0].row.name == "loss"

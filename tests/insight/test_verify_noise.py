@@ -1,4 +1,4 @@
-"""What is noise in half precision, and what is not: orders of sums are, and faults are found among it."""
+"""Noise in bfloat16 and float32: other orders of sums are noise, and faults are found among it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Eve
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def judged(request: pytest.FixtureRequest, recorded: Any) -> Callable[..., RunComparison]:
-    """``judged(order, fault, draws)``: what comes of a training in another order, with a fault."""
-    stock, *others = (recorded(trained(SEED, order, request.param)) for order in range(DRAWS + 1))
+    """Return ``judged(fault, draws)``: it compares stock to a training in another order, with a fault."""
+    stock, *noise_runs = (
+        recorded(trained(SEED, order, request.param)) for order in range(DRAWS + 1)
+    )
 
     def judged(fault: Any = None, draws: int = DRAWS) -> RunComparison:
         patched = recorded(trained(SEED, DRAWS + 1, request.param, fault=fault))
         return compare_runs(
-            stock, patched, {f"reordered {n}": run for n, run in enumerate(others[:draws])}
+            stock, patched, {f"reordered {n}": run for n, run in enumerate(noise_runs[:draws])}
         )
 
     return judged
@@ -72,8 +74,8 @@ def dropped(when: str, step: int, named: Any, gradients: Any) -> None:
 
 def averaged_twice(when: str, step: int, named: Any, gradients: Any) -> None:
     if (when, step) == ("reduce", 3):
-        for each in gradients:
-            each["layers.2.norm.weight"] = each["layers.2.norm.weight"] / 2
+        for grads in gradients:
+            grads["layers.2.norm.weight"] = grads["layers.2.norm.weight"] / 2
 
 
 def stale(when: str, step: int, named: Any, before: Any) -> None:
@@ -120,34 +122,33 @@ def test_faults_are_found_among_noise_in_their_first_value(judged, fault):
 
 
 def steps(*values: dict[str, Tensor]) -> list[Event]:
-    return [(STEP, {name: keep_value(value) for name, value in each.items()}) for each in values]
+    return [(STEP, {name: keep_value(value) for name, value in grads.items()}) for grads in values]
 
 
 def test_noise_is_that_of_all_layers_and_steps_so_far_in_proportion(recorded):
-    def layers(first: float, second: float, other: float, moved: float) -> dict[str, Tensor]:
-        one = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    def layers(first: float, second: float, third: float, moved: float) -> dict[str, Tensor]:
+        direction = torch.tensor([1.0, 0.0, 0.0, 0.0])
         return {
-            "gradient layers.0.w": (first + first * moved) * one,
-            "gradient layers.1.w": second * one,
-            "gradient layers.1.v": second * one,
-            "gradient layers.2.w": other * torch.ones(5),
+            "gradient layers.0.w": (first + first * moved) * direction,
+            "gradient layers.1.w": second * direction,
+            "gradient layers.1.v": second * direction,
+            "gradient layers.2.w": third * torch.ones(5),
         }
 
     stock = recorded(
         steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.0), layers(2.0, 8.0, 1.0, 0.0))
     )
-    other = recorded(
+    noisy = recorded(
         steps(layers(1.0, 0.1, 1.0, 0.0), layers(1.0, 8.0, 1.0, 0.25), layers(2.0, 8.0, 1.0, 0.125))
     )
-    noise, events = Noise(stock, [other]), list(stock.events("rank 0"))
+    noise, events = Noise(stock, [noisy]), list(stock.events("rank 0"))
     assert [noise.get_noise(event, "gradient layers.0.w").largest for event in events] == [
         0.0,
         0.25,
         0.25,
     ]
-    assert (
-        noise.get_noise(events[1], "gradient layers.0.w").mean == 0.125
-    )  # of four elements, one moved
+    # One of four elements moved.
+    assert noise.get_noise(events[1], "gradient layers.0.w").mean == 0.125
     assert noise.get_noise(events[1], "gradient layers.1.w").largest == 0.25, (
         "no more than any of its like moved"
     )
@@ -206,10 +207,10 @@ def test_a_single_element_may_go_farther_than_all_together():
         assert verdict_of(stock[0], stock[0] + moved, noise=Size(1e-3, 1e-3)) is verdict
 
 
-# --- products of matrices: their sums in pieces, for whatever computes them ---
+# --- GEMMs with split sums, in each dtype and operator ---
 
 
-# What is replaced is replaced for the rest of a process.
+# The replacements last for the rest of a process.
 PROGRAM = """
 import warnings
 import torch

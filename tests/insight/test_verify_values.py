@@ -1,4 +1,4 @@
-"""What is kept of a value: digests that miss no bit, sketches that are linear, and names that survive wrappers."""
+"""Recorded values: digests that miss no bit, sketches that are linear, and names that survive wrappers."""
 
 from __future__ import annotations
 
@@ -102,19 +102,20 @@ def test_noise_keeps_its_size_and_a_lone_difference_is_spread_thin():
 
 def test_signs_differ_between_chunks():
     period = torch.ones(2 * recording.CHUNK)
-    period[recording.CHUNK :] = -1  # would cancel out if all chunks had the same signs
+    # With the same signs in all chunks it would cancel out.
+    period[recording.CHUNK :] = -1
     rows = 2 * recording.CHUNK // recording.BUCKETS
     assert (recording.compute_sketch(period) * rows**0.5).abs().max() > 4
 
 
-def test_a_nan_does_not_swallow_what_is_beside_it():
+def test_a_nan_does_not_hide_changes_of_its_neighbors():
     tensor = torch.randn(4 * recording.BUCKETS)
     tensor[7] = float("nan")
-    other = tensor.clone()
-    other[7 + recording.BUCKETS] += 1
-    assert recording.describe_nonfinite(tensor) == recording.describe_nonfinite(other) != ""
+    neighbor = tensor.clone()
+    neighbor[7 + recording.BUCKETS] += 1
+    assert recording.describe_nonfinite(tensor) == recording.describe_nonfinite(neighbor) != ""
     assert (
-        recording.compute_sketch(tensor) - recording.compute_sketch(other)
+        recording.compute_sketch(tensor) - recording.compute_sketch(neighbor)
     ).abs().max().item() == pytest.approx(0.5, abs=1e-6)
     moved = tensor.roll(1)
     assert recording.describe_nonfinite(moved) != recording.describe_nonfinite(tensor)
@@ -199,8 +200,8 @@ def test_parameters_are_named_by_the_model_or_by_their_place():
         "1.running_var",
         "1.num_batches_tracked",
     ]
-    other = nn.Linear(2, 2)
-    twin = nn.Sequential(other)
+    linear = nn.Linear(2, 2)
+    twin = nn.Sequential(linear)
     second = torch.optim.SGD(twin.parameters(), lr=0.1)
     assert [name for name, _ in names.name_parameters(second, 1)] == [
         "optimizer1:0.weight",
@@ -267,7 +268,9 @@ def test_the_contents_of_a_checkpoint_by_key():
     }
     saved["lazy"] = torch.ones(4, device="meta")
     kept = list_contents(saved)
-    found = {name: one.digest if one.form == "text" else one.form for name, one in kept.items()}
+    found = {
+        name: value.digest if value.form == "text" else value.form for name, value in kept.items()
+    }
     assert torch.equal(kept["model.w"].values, torch.ones(2, 3))
     assert found == {
         "model.w": "float32 [2, 3]",

@@ -1,4 +1,4 @@
-"""What follows from what the variants recorded; the variants here are made up, so no process runs."""
+"""Verdicts that follow from the records of variants; the variants here are made up, so no process runs."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ CASES = [
          patched=1.0 + 5e-7, reordered=1.0 + 1.2e-7),
     case("beyond it", Conclusion.DIFFERENT, head=f"{IN_W} by 1.1, where 1 is allowed (noise), because of a\n",
          patched=2.1, reordered=1.5, blamed="a", ran=f"{NOISE_RUNS} reordered-2 reordered-3 reordered-4 reordered-5"),
-    case("without one feature it is gone", Conclusion.DIFFERENT, features="a b c",
+    case("without one feature nothing differs", Conclusion.DIFFERENT, features="a b c",
          patched=2.0, without_a=2.0, without_c=2.0, blamed="b", ran=f"{NOISE_RUNS} without-a without-b without-c"),
     case("two features differ only together", Conclusion.DIFFERENT, features="a b", patched=2.0, blamed="a b"),
     case("no single feature", Conclusion.DIFFERENT, "No single feature is to blame", features="a b",
@@ -191,7 +191,7 @@ CASES = [
          patched=2.0, rerun=1.1, patched_deterministic=2.0, blamed="a"),
     case("and not repeated, either", Conclusion.DIFFERENT, "Give it seeds.",
          patched=2.0, rerun=1.1, patched_deterministic=2.0, rerun_deterministic=1.1),
-    case("unsteady, as far as more runs of stock go", Conclusion.NOISE, ran=f"{NOISE_RUNS} {RERUNS}",
+    case("unsteady, no farther than more reruns", Conclusion.NOISE, ran=f"{NOISE_RUNS} {RERUNS}",
          **UNSTEADY, rerun_2_deterministic=1.2, rerun_3_deterministic=1.3),
     case("unsteady, and farther than those go", Conclusion.DIFFERENT, blamed="a",
          ran=f"{NOISE_RUNS} {RERUNS} rerun-4 rerun-5",
@@ -202,7 +202,7 @@ CASES = [
          patched=2.0, calls=0, states={"a": "skipped"}),
     case("no counter moved, and all is equal", Conclusion.NOT_EXERCISED, calls=0),
     case("no counter moved, and something differs", Conclusion.DIFFERENT, patched=2.0, calls=0),
-    case("the end of what can be compared", Conclusion.NOISE,
+    case("comparable only up to an event", Conclusion.NOISE,
          "On rank 0 nothing is compared from 'step 2 of optimizer 0 ()' at step 2 on", patched=SKIPPED, rerun=SKIPPED),
     case("no step", Conclusion.NO_STEP, "no optimizer of torch.optim made a step", stock=None, patched=None),
     case("steps in one run only", Conclusion.DIFFERENT, stock=None, rerun=None, reordered=None),
@@ -244,7 +244,7 @@ CASES = [
          reordered=None, ends={"reordered": {"code": 1}}, noise=True),
     case("that the patched run fails needs no noise", Conclusion.DIFFERENT, "noise not measured",
          patched=1.5, reordered=None, ends={"reordered": {"code": 1}, "patched": FAILS}, blamed="a"),
-    case("a further noise run fails", Conclusion.UNDECIDED, "the run 'reordered-2' failed",
+    case("another noise run fails", Conclusion.UNDECIDED, "the run 'reordered-2' failed",
          patched=1.9, reordered=1.1, reordered_2=None, ends={"reordered-2": {"code": 1}}),
     # Both fail.
     case("patched earlier than the script itself", Conclusion.DIFFERENT, head=f"{FAILS_EARLIER}, because of a\n",
@@ -277,7 +277,7 @@ def test_the_verdict_follows_from_the_variants(
     result, text = verify(features, values(**given), **more)
     assert result.verdict is verdict
     assert text.startswith(head)
-    assert all(one in " ".join(text.split()) for one in said), text
+    assert all(part in " ".join(text.split()) for part in said), text
     assert blamed is None or result.blamed == blamed.split()
     assert ran is None or list(result.outcomes) == ran.split()
 
@@ -421,15 +421,15 @@ def test_a_feature_that_did_nothing_is_named_with_its_reason(verify):
 
 def test_what_was_left_to_stock_is_told(verify):
     said = {
-        "remarks": ["LBFGS stays stock: r"],
+        "remarks": ["LBFGS is not split: r"],
         "counters": {"steps": 1, "stock_optimizers": 2},
         "work": ["steps"],
     }
     result, text = verify(["a"], values(patched=1.9, reordered=1.5), says={"a": said})
     assert result.verdict is Conclusion.NOISE
     assert text.splitlines()[0].endswith("; a left some work to torch")
-    assert "LBFGS stays stock: r" in text
-    assert result.to_json()["remarks"] == {"a": ["LBFGS stays stock: r"]}
+    assert "LBFGS is not split: r" in text
+    assert result.to_json()["remarks"] == {"a": ["LBFGS is not split: r"]}
 
 
 def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify, monkeypatch):
@@ -489,10 +489,10 @@ def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, paramet
     result, text = verify(["a"], values())
     assert result.verdict is verdict
     assert ("every loss and every parameter is NaN" in text) == (verdict is Conclusion.NO_STEP)
-    told = "The verdict rests on the parameters, of which 1 of 2 are finite." in " ".join(
+    is_shown = "The verdict rests on the parameters, of which 1 of 2 are finite." in " ".join(
         text.split()
     )
-    assert told == (loss != loss and parameter == parameter)
+    assert is_shown == (loss != loss and parameter == parameter)
     assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (
         verdict is Conclusion.BITWISE
     )

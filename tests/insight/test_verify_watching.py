@@ -1,4 +1,4 @@
-"""What is recorded of a training loop, in this process: events, values, and that nothing is disturbed."""
+"""Records of a training loop, in this process: events, values, and that nothing is disturbed."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def halving(original):
     )
 
 
-def looked_at(event):
-    """Return texts, and the forms of tensors."""
+def list_forms(event):
+    """Return the strings of an event, and the forms of its tensors."""
     found = {
         name: kept.digest if kept.form == "text" else kept.form
         for name, kept in event.values.items()
@@ -172,12 +172,12 @@ def test_a_checkpoint_is_read_back_from_its_file(watched, monkeypatch, tmp_path)
         torch.save(saved, tmp_path / "older.pt", _use_new_zipfile_serialization=False)
 
     pt, safe, older = watched(train)
-    assert looked_at(older) == {"(the object that was read)": "the file", "w": "float32 [2, 3]"}
+    assert list_forms(older) == {"(the object that was read)": "the file", "w": "float32 [2, 3]"}
     assert [event.values["saved w"].values.tolist() for event in (pt, safe, older)] == [
         saved["w"].tolist()
     ] * 3
-    assert looked_at(pt) == {"(the object that was read)": "the file", "w": "float16 [2, 3]"}
-    assert looked_at(safe) == {"(the object that was read)": "the file", "w": "float16 [2, 3]"}
+    assert list_forms(pt) == {"(the object that was read)": "the file", "w": "float16 [2, 3]"}
+    assert list_forms(safe) == {"(the object that was read)": "the file", "w": "float16 [2, 3]"}
 
 
 def halving_save(original):
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_back_is_looked_at_as_it_is_handed_over(watched, tmp
 
     round_trip: list[object] = []
     round_trip.append(round_trip)
-    own, buffer, looped, broken = (looked_at(event) for event in watched(train))
+    own, buffer, looped, broken = (list_forms(event) for event in watched(train))
     assert own == {"(the object that was read)": "what was handed over", "own": "type"}
     assert buffer == {"(the object that was read)": "what was handed over", "0": "int"}
     assert looped["0.0"] == "list"
@@ -220,9 +220,8 @@ def test_a_checkpoint_is_recorded_even_if_the_script_leaves_at_once(tmp_path):
 
 def test_a_process_keeps_its_rank_and_its_order_when_its_group_is_gone(tmp_path, monkeypatch):
     recorder = EventRecorder(tmp_path)
-    for step, rank in enumerate(
-        (3, 3, 0), 1
-    ):  # the last after destroy_process_group(), where RANK is not set
+    # The last event comes after destroy_process_group(), where RANK is not set.
+    for step, rank in enumerate((3, 3, 0), 1):
         monkeypatch.setattr(recording.steps, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda rank=rank: rank == 3)
         recorder.record_event(recording.STEP, {}, step=step)
@@ -324,8 +323,8 @@ def test_watching_changes_no_bit(watched):
     results: list[list[torch.Tensor]] = []
     run(results)
     watched(lambda: run(results))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for plain, seen in zip(*results, strict=True):
+        assert torch.equal(plain, seen)
 
 
 def test_a_compiled_model_is_the_same_when_watched(watched):
@@ -435,7 +434,8 @@ def test_compiled_models_are_reordered_and_their_graphs_are_cut_as_under_stock(r
 def buckets_of_a_list():
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     wrapped = DistributedDataParallel(net, bucket_cap_mb_list=[0.05, 0.1])
-    for _ in range(3):  # the reducer orders buckets anew after the first
+    # The reducer rebuilds its buckets after the first step.
+    for _ in range(3):
         wrapped(torch.ones(1, 64)).sum().backward()
     return wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"], wrapped.bucket_bytes_cap
 
@@ -451,9 +451,8 @@ def test_a_list_of_bucket_sizes_is_reordered_too(ranks):
 
 
 def norm(*args):
-    return torch.nn.utils.get_total_norm(
-        *args
-    )  # looked up at each call: the patch rebinds the name
+    # Looked up at each call, because the patch rebinds the name.
+    return torch.nn.utils.get_total_norm(*args)
 
 
 def test_the_reordered_variant_has_norms_that_are_rounded_otherwise():

@@ -32,11 +32,11 @@ MAIN, COMPUTE_STREAM, NCCL_STREAM, DEVICE = 4242, 7, 20, 0
 
 
 class Synthetic:
-    """A trace under construction; times are whole microseconds from ``zero``, or text with decimals.
+    """A trace under construction; times are integer microseconds from ``zero``, or text with decimals.
 
     Args:
         rank: Of ``distributedInfo``; None leaves that out.
-        zero: What all times are moved by, in microseconds.
+        zero: The offset of all times, in microseconds.
         base: ``baseTimeNanoseconds``.
     """
 
@@ -115,7 +115,7 @@ def recorded(variant: str) -> list[Path]:
 
 
 def slim(source: Path, target: Path) -> None:
-    """Keep what is read of a trace, exactly as it was written."""
+    """Keep the parts of a trace that are read, exactly as they were written."""
     from ovpatch.insight.timeline.trace import _USED, load_trace
 
     data = load_trace(source)

@@ -1,4 +1,4 @@
-"""Small models of Megatron-Core that run on CPU ranks, and the groups they need."""
+"""Small models of Megatron-Core that run on CPU ranks, and the groups that they need."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ovpatch
+
 SEQUENCE, BATCH, VOCABULARY = 8, 2, 32
+
+# The configuration of a GPT whose layers Megatron recomputes.
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
+    return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
 
 
 class _OneStream:
-    """Random numbers of one stream; Megatron's own tracker asks for CUDA."""
+    """Random numbers of one stream; Megatron's own tracker needs CUDA."""
 
     def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -27,7 +40,7 @@ class _OneStream:
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a factory of tensors that makes those for ``cuda`` on the CPU."""
+    """Return a factory that makes tensors for ``cuda`` on the CPU."""
 
     @functools.wraps(make)
     def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
@@ -37,18 +50,20 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def first_steps_that_count() -> int:
-    """Return how many first steps reduce at their end, as Megatron counts gradients in them: one, none before 0.16."""
+    """Return the number of first steps that Megatron reduces at their end to count gradients: 1, or 0 before 0.16."""
     return int(tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 16))
 
 
-_sizes: dict[str, int] = {}  # of the groups that are there
+# The sizes of the existing groups.
+_sizes: dict[str, int] = {}
 
 
 @contextlib.contextmanager
 def parallel(tp: int = 1, pp: int = 1, **sizes: int) -> Iterator[Any]:
     """Make Megatron's groups over all ranks, with CPU as its device; yield ``parallel_state``.
 
-    Inside of another one of the same sizes its groups are used: Megatron makes a dozen, a third of a small case's time.
+    Inside of another call with the same sizes, its groups are used: Megatron makes a dozen groups, which takes a third
+    of the time of a small case.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -61,13 +76,14 @@ def parallel(tp: int = 1, pp: int = 1, **sizes: int) -> Iterator[Any]:
     with (
         contextlib.ExitStack() as stack,
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
-        mock.patch.object(torch.cuda, "synchronize"),  # behind messages
-        mock.patch.object(Tensor, "cuda", lambda one: one),  # of tied weights
+        # Megatron synchronizes after messages.
+        mock.patch.object(torch.cuda, "synchronize"),
+        # Megatron moves tied weights to CUDA.
+        mock.patch.object(Tensor, "cuda", lambda tensor: tensor),
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", _OneStream()),
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
-        mock.patch.object(
-            random, "_get_all_rng_states", return_value=()
-        ),  # of CUDA, for recomputation
+        # Recomputation reads the random states of CUDA.
+        mock.patch.object(random, "_get_all_rng_states", return_value=()),
         mock.patch.object(random, "_set_all_rng_states"),
     ):
         for name in ("empty", "tensor", "zeros"):
@@ -101,7 +117,7 @@ def transformer_config(**changes: Any) -> Any:
 
 
 class Norm(nn.LayerNorm):
-    """A norm of sequence-parallel rows: Megatron's own takes no such rows unless Apex is installed."""
+    """A norm of sequence-parallel rows; Megatron's own norm takes such rows only if Apex is installed."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
@@ -110,7 +126,7 @@ class Norm(nn.LayerNorm):
 
 
 def gpt(config: Any, **changes: Any) -> Any:
-    """Return a GPT of the local specification, the same for the same seed."""
+    """Return a GPT of the local specification, with equal weights for equal seeds."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -150,9 +166,9 @@ def train_gpt(
     """Train a GPT whose tensors are parallel over all ranks; return each step's output, gradients and parameters.
 
     Args:
-        steps: Their number.
-        dtype: Of the parameters; those of float64 are trained by SGD on the logits, since Megatron's loss is float32.
-        prepare: The function of this module that is called with the model.
+        steps: The number of steps.
+        dtype: The dtype of parameters. In float64, SGD trains on the logits, because Megatron's loss is float32.
+        prepare: The name of a function of this module that is called with the model.
         config: Changes of the configuration.
         changes: Changes of the model's arguments.
     """
@@ -180,7 +196,7 @@ def train_gpt(
             found.append(
                 {
                     "out": out.detach().clone(),
-                    "grads": {name: one.grad.clone() for name, one in trained.items()},
+                    "grads": {name: param.grad.clone() for name, param in trained.items()},
                 }
             )
             optimizer.step()
@@ -195,13 +211,13 @@ def train_gpt(
 
 
 def freeze_linears(model: nn.Module) -> None:
-    """Freeze what a low-rank adapter would: the linears of each layer."""
+    """Freeze the linears of each layer, as a low-rank adapter does."""
     for name, param in model.named_parameters():
         param.requires_grad = "linear_" not in name
 
 
 class Kernels:
-    """Stands for Apex's kernels, which need CUDA."""
+    """Replacements of Apex's kernels, which need CUDA."""
 
     calls = 0
 
@@ -212,10 +228,11 @@ class Kernels:
 
 
 def fuse_gradients(model: nn.Module) -> None:
-    """Give each linear's weight a ``main_grad``, the dummy that Megatron's hook counts on, and Apex's kernels."""
+    """Give each linear's weight a ``main_grad``, the dummy on which Megatron's hook relies, and Apex's kernels."""
     from megatron.core.tensor_parallel import layers
 
-    layers.fused_weight_gradient_mlp_cuda = Kernels  # which is Megatron's own name for them
+    # This is Megatron's name for the kernels.
+    layers.fused_weight_gradient_mlp_cuda = Kernels
     for module in model.modules():
         if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
             module.gradient_accumulation_fusion = True
@@ -224,7 +241,7 @@ def fuse_gradients(model: nn.Module) -> None:
 
 
 class Paths(nn.Module):
-    """Three weights of one size, used in the given order, which autograd's order follows."""
+    """Three weights of one size, used in the given order, which determines the order of autograd."""
 
     def __init__(self, order: tuple[str, ...]) -> None:
         super().__init__()
@@ -232,7 +249,8 @@ class Paths(nn.Module):
         for name in "abc":
             setattr(self, name, nn.Linear(16, 16, bias=False))
         self.order = order
-        self.fails = False  # whether the backward fails behind that of the last weight
+        # Whether the backward fails after the backward of the last weight.
+        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         for name in self.order:
@@ -243,7 +261,7 @@ class Paths(nn.Module):
 
 
 def wrapped(module: nn.Module, **options: Any) -> Any:
-    """Return a module in Megatron's DistributedDataParallel, each parameter in a bucket of its own."""
+    """Return a module in Megatron's DistributedDataParallel, each parameter in its own bucket."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     given = {"overlap_grad_reduce": True, "bucket_size": 1, "check_for_nan_in_grad": False}
@@ -253,12 +271,12 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
 
 
 def rows(step: int, rank: int) -> Tensor:
-    """Return a rank's input of a step."""
+    """Return the input of a rank in a step."""
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def distributed_optimizer(model: Any) -> Any:
-    """Return Megatron's distributed optimizer over a model's parameters; it asks for their type on CUDA by name."""
+    """Return Megatron's distributed optimizer of a model, which reads the names of the parameters' types on CUDA."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     overlaps, dtype = model.ddp_config.overlap_param_gather, next(model.parameters()).dtype
@@ -274,5 +292,5 @@ def distributed_optimizer(model: Any) -> Any:
     kind = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}[
         dtype
     ]
-    with mock.patch.object(Tensor, "type", lambda one, *to: stock(one, *to) if to else kind):
+    with mock.patch.object(Tensor, "type", lambda tensor, *to: stock(tensor, *to) if to else kind):
         return get_megatron_optimizer(config, [model])

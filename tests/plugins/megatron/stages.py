@@ -1,4 +1,4 @@
-"""Trains a stage of a GPT by Megatron's own pipeline schedule on CPU ranks, stock and patched."""
+"""Train a stage of a GPT by Megatron's own pipeline schedule on CPU ranks, in stock Megatron and patched."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class Case:
 
     Attributes:
         tp: Ranks that share each layer.
-        pp: Stages; the other ranks are replicas.
+        pp: Stages; the remaining ranks are replicas.
         microbatches: Their number in a step.
-        steps: Number of steps.
-        dtype: Of the parameters.
+        steps: The number of steps.
+        dtype: The dtype of parameters.
         config: Changes of Megatron's configuration.
         model: Changes of the model's arguments.
-        ddp: Options of Megatron's DistributedDataParallel, in which the stages are; None for none.
-        given: Further arguments of the schedule.
-        prepare: The function of this module that is called with the stage.
+        ddp: Options of Megatron's DistributedDataParallel, which wraps the stages; None if they are not wrapped.
+        given: More arguments of the schedule.
+        prepare: The name of a function of this module that is called with the stage.
         lengths: Sequence lengths of the microbatches, in turns.
         grad_sync: Whether gradients are reduced by ``grad_sync_func``.
-        per_token: Whether the loss is divided by the number of tokens of the whole step.
-        sharded: Whether Megatron's distributed optimizer steps, whose parameters are gathered behind it.
+        per_token: Whether the loss is divided by the number of tokens of the full step.
+        sharded: Whether Megatron's distributed optimizer steps, and gathers parameters after its step.
         evaluates: Whether a forward without backward comes before each step.
         nests: Whether a forward without backward runs in each step, before gradients are finalized.
-        growth: How many microbatches a step has more than the one before.
+        growth: The number of microbatches that each step adds to the number of the step before.
         fails: Whether the end of the first step raises an error.
     """
 
@@ -191,7 +191,8 @@ def train(case: Case) -> list[dict[str, Any]]:
                 )
                 with failing, contextlib.suppress(ZeroDivisionError):
                     run(data_iterator=data, forward_only=False, **given)
-                model.finish_grad_sync()  # a started reduction ends, or the next step has it
+                # A started reduction must end, or the next step would find it.
+                model.finish_grad_sync()
                 optimizer.zero_grad()
                 continue
             row["losses"] = run(data_iterator=data, forward_only=False, **given)
@@ -208,7 +209,8 @@ def train(case: Case) -> list[dict[str, Any]]:
             }
             optimizer.step()
             optimizer.zero_grad()
-            if case.sharded:  # else Megatron shows stale values
+            # Without the sync, Megatron shows stale values.
+            if case.sharded:
                 model.start_param_sync(force_sync=True)
             row["params"] = {
                 name: param.detach().clone() for name, param in module.named_parameters()
@@ -218,7 +220,7 @@ def train(case: Case) -> list[dict[str, Any]]:
 
 
 def _give_kernels(stack: contextlib.ExitStack) -> None:
-    """Give Megatron kernels that add to ``main_grad``: its own are Apex's and need CUDA."""
+    """Give Megatron kernels that add to ``main_grad``, because its own kernels are Apex's and need CUDA."""
     from megatron.core.tensor_parallel import layers
 
     stack.enter_context(mock.patch.object(layers, "_grad_accum_fusion_available", True))
@@ -231,7 +233,7 @@ def _give_kernels(stack: contextlib.ExitStack) -> None:
 
 
 def defer_output_layer(module: nn.Module) -> None:
-    """Have the output layer alone defer: Megatron's other linears would ask for buffers that they do not have."""
+    """Have the output layer alone defer, because Megatron's other linears have no buffers for it."""
     from megatron.core.tensor_parallel import layers
 
     for part in module.modules():
@@ -244,7 +246,7 @@ def defer_output_layer(module: nn.Module) -> None:
 
 
 def read_elsewhere(module: nn.Module) -> None:
-    """Have each layer read the weight of one of its linears once more."""
+    """Have each layer read the weight of one of its linears again."""
     for layer in module.decoder.layers:
         linear = layer.mlp.linear_fc1
 
@@ -255,7 +257,7 @@ def read_elsewhere(module: nn.Module) -> None:
 
 
 def read_elsewhere_later(module: nn.Module) -> None:
-    """From the second microbatch of the second step on, read the weights of a stage's layer more than once."""
+    """Read the weights of a stage's layer more than once, from the second microbatch of the second step on."""
     (layer,) = module.decoder.layers
     attention, mlp = layer.self_attention, layer.mlp
     microbatches: list[bool] = []
@@ -266,7 +268,7 @@ def read_elsewhere_later(module: nn.Module) -> None:
     def add_before(_module: Any, args: Any) -> Any:
         return (args[0] + mlp.linear_fc2.weight.sum(), *args[1:]) if microbatches[-1] else None
 
-    def add_behind(_module: Any, args: Any, out: Any) -> Any:
+    def add_after(_module: Any, args: Any, out: Any) -> Any:
         return (
             (out[0] + nn.functional.linear(args[0], mlp.linear_fc1.weight), out[1])
             if microbatches[-1]
@@ -281,13 +283,13 @@ def read_elsewhere_later(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(count)
     mlp.linear_fc2.register_forward_pre_hook(add_before)
-    mlp.linear_fc1.register_forward_hook(add_behind)
+    mlp.linear_fc1.register_forward_hook(add_after)
     attention.linear_qkv.register_forward_hook(add_again)
     module.register_forward_hook(add_at_end)
 
 
 def run_both(cases: dict[str, Case], schedules: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Return for each case and schedule what differs from Megatron's run, what was counted, and the remarks."""
+    """Return for each case and schedule the differences from Megatron's run, the counters, and the remarks."""
     found: dict[str, Any] = {}
     for (tp, pp), own in itertools.groupby(cases.items(), lambda item: (item[1].tp, item[1].pp)):
         with parallel(tp=tp, pp=pp):

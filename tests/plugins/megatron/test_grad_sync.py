@@ -1,17 +1,23 @@
-"""Silent faults of Megatron's gradient reduction: each is shown on stock, and is right or an error here."""
+"""Silent faults of Megatron's gradient reduction: stock Megatron shows each; patched, results are right or an error."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
 import ovpatch
-from tests.plugins.megatron.models import Paths, first_steps_that_count, parallel, rows, wrapped
+from tests.plugins.megatron.models import (
+    Paths,
+    features,
+    first_steps_that_count,
+    parallel,
+    rows,
+    wrapped,
+)
 from tests.scripts.arms import needs
 from tests.support.failures import RankFailure
 
@@ -20,17 +26,13 @@ pytestmark = needs("megatron")
 Grads = dict[str, Tensor]
 
 
-def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
-    return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
-
-
 def train(
     order: tuple[str, ...], *, extra: int = -1, where: str = "", steps: int = 3
 ) -> list[Grads]:
     """Return the reduced gradients of each step.
 
-    Step ``extra`` has a second backward: inside of no_sync() ``before`` the other or ``behind`` it; else behind it, and
-    not inside.
+    In step ``extra``, a second backward runs. With ``where="before"`` or ``"after"`` it runs inside of no_sync(),
+    before or after the step's own backward. Otherwise it runs after that backward, outside of no_sync().
     """
     model = wrapped(Paths(order))
     found = []
@@ -41,7 +43,7 @@ def train(
                 model(rows(step + 50, dist.get_rank())).square().mean().backward()
         model(rows(step, dist.get_rank())).square().mean().backward()
         if step == extra and where != "before":
-            with model.no_sync() if where == "behind" else contextlib.nullcontext():
+            with model.no_sync() if where == "after" else contextlib.nullcontext():
                 model(rows(step + 50, dist.get_rank())).square().mean().backward()
         model.finish_grad_sync()
         found.append(
@@ -68,8 +70,8 @@ def expected(order: tuple[str, ...], *, extra: int = -1, steps: int = 3) -> list
 def errors(found: list[Grads], right: list[Grads]) -> list[float]:
     """Return the largest relative error of each step."""
     return [
-        max(float((one[name] - two[name]).norm() / two[name].norm()) for name in two)
-        for one, two in zip(found, right, strict=True)
+        max(float((grads[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+        for grads, wanted in zip(found, right, strict=True)
     ]
 
 
@@ -78,7 +80,8 @@ def orders_differ(patched: bool) -> tuple[list[float], dict[str, int]]:
 
     order = ("a", "b", "c") if dist.get_rank() == 0 else ("b", "c", "a")
     with parallel(), features(patched):
-        before = COUNTERS.as_dict()  # models of earlier tests may live on, and are counted by now
+        # Models of earlier tests may still exist, and counters have counted them.
+        before = COUNTERS.as_dict()
         found = errors(train(order), expected(order))
     return found, {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
 
@@ -96,12 +99,12 @@ def refused(where: str) -> str:
     return str(caught.value)
 
 
-def test_an_autograd_order_of_each_rank_mixes_buckets_on_stock_and_none_here(ranks):
+def test_different_autograd_orders_of_ranks_mix_buckets_in_stock_megatron_alone(ranks):
     counting = first_steps_that_count()
     for stock, _ in ranks(2)(orders_differ, False):
         assert max(stock[:counting], default=0.0) < 1e-6, "the first step reduces at its end"
         assert min(stock[counting:]) > 0.1, (
-            "stock is right by now: this test and the feature's order have lost their reason"
+            "stock Megatron is right by now: this test and the feature's order have lost their reason"
         )
     found = ranks(2)(orders_differ, True)
     for here, counters in found:
@@ -110,12 +113,12 @@ def test_an_autograd_order_of_each_rank_mixes_buckets_on_stock_and_none_here(ran
     assert any(counters["held"] for _, counters in found)
 
 
-@pytest.mark.parametrize("where", ["", "behind"], ids=["without no_sync", "inside of no_sync"])
-def test_a_second_backward_is_wrong_on_stock_and_an_error_here(ranks, where):
+@pytest.mark.parametrize("where", ["", "after"], ids=["without no_sync", "inside of no_sync"])
+def test_a_second_backward_is_wrong_in_stock_megatron_and_an_error_patched(ranks, where):
     if where or first_steps_that_count():
         for stock in ranks(2)(one_backward_more, False, 1, where):
             assert stock[0] < 1e-6
-            assert stock[1] > 0.1, "stock is right by now: the error has lost its reason"
+            assert stock[1] > 0.1, "stock Megatron is right by now: the error has lost its reason"
     else:
         with pytest.raises(RankFailure, match="Cannot set grad twice"):
             ranks(2)(one_backward_more, False, 1, where)
@@ -123,14 +126,15 @@ def test_a_second_backward_is_wrong_on_stock_and_an_error_here(ranks, where):
         assert re.search(r"parameter [abc]\.weight got a gradient after .*no_sync\(\)", text), text
 
 
-def test_backwards_in_front_inside_of_no_sync_are_right(ranks):
+def test_earlier_backwards_inside_of_no_sync_are_right(ranks):
     for found in ranks(2)(one_backward_more, True, 1, "before"):
         assert max(found) < 1e-6
 
 
 def after_a_failed_backward(complete: bool) -> list[float]:
-    """A backward fails while a complete bucket waits for its turn; return the error of the step behind it."""
-    order = ("b", "c", "a")  # whose last weight is in the last bucket
+    """Fail in a backward while a complete bucket waits for its turn; return the error of the next step."""
+    # The last weight of this order is in the last bucket.
+    order = ("b", "c", "a")
     with parallel(), features(True):
         model = wrapped(Paths(order))
         for step in range(3):
@@ -161,7 +165,7 @@ def after_a_failed_backward(complete: bool) -> list[float]:
 @pytest.mark.parametrize(
     "complete", [True, False], ids=["the next is complete", "the next lacks a gradient"]
 )
-def test_a_failed_backward_leaves_nothing_for_the_next(ranks, complete):
+def test_a_failed_backward_leaves_no_state_for_the_next(ranks, complete):
     for found in ranks(2)(after_a_failed_backward, complete):
         assert max(found, default=0.0) < 1e-6
 
@@ -189,20 +193,20 @@ def wrapped_before_apply() -> tuple[list[float], int]:
             return errors(found, right), COUNTERS.reductions - before
 
 
-def test_a_model_that_was_wrapped_before_apply_is_taken_over(ranks):
+def test_a_model_that_was_wrapped_before_apply_is_patched(ranks):
     for found, reductions in ranks(2)(wrapped_before_apply):
         assert max(found) < 1e-6
         assert reductions == (3 - first_steps_that_count()) * 3
 
 
 class TELinear(Paths):
-    """Stands for a linear of Transformer Engine, which needs CUDA."""
+    """A linear of Transformer Engine, which needs CUDA."""
 
     __module__ = "megatron.core.extensions.transformer_engine"
 
 
 class TENorm(Paths):
-    """Stands for a norm of Transformer Engine, beside which linears of the local specification are taken over."""
+    """A norm of Transformer Engine, in a model whose linears have the local specification and are patched."""
 
     __module__ = "megatron.core.extensions.transformer_engine"
 
@@ -214,11 +218,11 @@ def with_transformer_engine() -> list[str]:
         return list(ovpatch.report()["megatron"].remarks)
 
 
-def test_linears_of_transformer_engine_are_left_to_it_and_said(ranks):
+def test_linears_of_transformer_engine_are_left_to_it_and_reported(ranks):
     for remarks in ranks(1)(with_transformer_engine):
-        said = [
+        reasons = [
             remark
             for remark in remarks
             if "Transformer Engine's, which has its own overlap" in remark
         ]
-        assert [remark.partition(":")[0] for remark in said] == ["TELinear"]
+        assert [remark.partition(":")[0] for remark in reasons] == ["TELinear"]

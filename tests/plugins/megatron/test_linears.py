@@ -1,4 +1,4 @@
-"""A GPT with sequence parallelism computes what Megatron computes, in every schedule."""
+"""A GPT with sequence parallelism computes the results of Megatron, in every schedule."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from ovpatch.insight.equality import Verdict
 from ovpatch_plugins.megatron import linears, megatron_report
 from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
-from tests.plugins.megatron.models import train_gpt
+from tests.plugins.megatron.models import RECOMPUTED, train_gpt
 from tests.scripts.arms import needs
 from tests.support.equality import compare
 from tests.support.rarely import ALL_CASES
 
 pytestmark = needs("megatron")
 
-LINEARS = 2 * 4 + 1  # of two layers, and the output layer
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+# The linears of two layers, and the output layer.
+LINEARS = 2 * 4 + 1
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"share_embeddings_and_output_weights": True},
@@ -42,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fused": {"prepare": "fuse_gradients"},
     "fused, bf16": {"prepare": "fuse_gradients", "dtype": torch.bfloat16, "config": {"bf16": True}},
 }
-# Other orders of sums round otherwise: in float64 that is far below what a wrong term would make.
+# Other orders of sums round differently. In float64, the difference is far smaller than that of a wrong term.
 WIDE: dict[str, dict[str, Any]] = {
     "plain": {"dtype": torch.float64},
     "frozen": {"dtype": torch.float64, "prepare": "freeze_linears"},
@@ -50,7 +46,7 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 def run(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what Megatron gives, and for each of the options what we give and have counted."""
+    """Return the results of Megatron and, for each of the options, the patched results and the counters."""
     with models.parallel(tp=dist.get_world_size()):
         return run_on_the_same_groups(cases, options)
 
@@ -80,7 +76,7 @@ def run_on_the_same_groups(
 
 @pytest.mark.parametrize(
     ("option", "names"),
-    # What is kept for the backward depends on who needs a gradient, on recomputation and on whose product it is.
+    # The tensors kept for backward depend on trained parameters, on recomputation and on the owner of the GEMM.
     [
         ({}, list(CASES)),
         (
@@ -90,7 +86,7 @@ def run_on_the_same_groups(
     ],
     ids=["by default", "regather=False"],
 )
-def test_with_megatrons_order_of_sums_all_bits_are_megatrons(ranks, option, names):
+def test_with_megatrons_order_of_sums_all_bits_are_the_bits_of_megatron(ranks, option, names):
     for found in ranks(2)(run, {name: CASES[name] for name in names}, [option]):
         for name, runs in found.items():
             recomputed = 2 * 2 * 4 if name == "recomputed" else 0
@@ -122,7 +118,8 @@ def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
     from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     with ovpatch.applied("megatron"):
-        train_gpt(steps=1)  # a replacement comes later, too
+        # The replacement below comes after a first use.
+        train_gpt(steps=1)
         stock, before = layers.reduce_scatter_to_sequence_parallel_region, COUNTERS.as_dict()
         layers.reduce_scatter_to_sequence_parallel_region = lambda *args, **kwargs: stock(
             *args, **kwargs
@@ -185,7 +182,7 @@ def wrapped_before_apply(managed: bool) -> tuple[list[str], dict[str, int], list
 
 
 @pytest.mark.parametrize("managed", [True, False], ids=["by a patch manager", "by hand"])
-def test_what_another_library_has_wrapped_before_is_called_and_said(ranks, managed):
+def test_wrappers_of_another_library_are_called_and_reported(ranks, managed):
     for called, counters, remarks in ranks(2)(wrapped_before_apply, managed):
         assert Counter(called) == {
             "linear_with_grad_accumulation_and_async_allreduce": LINEARS,
@@ -199,9 +196,10 @@ def test_what_another_library_has_wrapped_before_is_called_and_said(ranks, manag
             )
 
 
-def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
+def test_replacements_of_another_library_are_left_to_it_and_reported(ranks):
     for counters, remarks in ranks(2)(left_to_megatron):
-        rows = 2 * 2  # of row-parallel linears
+        # The row-parallel linears.
+        rows = 2 * 2
         assert counters["calls"] == 2 * (LINEARS - rows)
         assert counters["stock_calls"] == 2 * rows + 1
         text = " ".join(remarks)
@@ -212,7 +210,7 @@ def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
         assert "a column-parallel linear: an operator does not support grad_output_buffer" in text
 
 
-def of_0_17(
+def column_0_17(
     input: Any,
     weight: Any,
     bias: Any,
@@ -223,7 +221,7 @@ def of_0_17(
     wgrad_deferral_limit: Any = 0,
     tp_group: Any = None,
 ) -> Any:
-    """Has the signature of Megatron-Core 0.17, in which a parameter is gone."""
+    """Return the group; Megatron-Core 0.17 has this signature, without a parameter of earlier versions."""
     return tp_group
 
 
@@ -232,18 +230,22 @@ OPTIONS = {"schedule": "bulk", "chunks": 4, "regather": True, "min_linear_gflop"
 
 def called_as_in_0_17() -> list[bool]:
     with mock.patch.object(linears, "find_wrapped", return_value=""):
-        linear, group = linears.LinearPatches(OPTIONS).wrap_column(of_0_17), dist.group.WORLD
+        linear, group = linears.LinearPatches(OPTIONS).wrap_column(column_0_17), dist.group.WORLD
     with models.parallel(tp=2):
         x, weight = torch.randn(2, 1, 4), torch.nn.Parameter(torch.randn(3, 4))
         found = linear(x, weight, None, False, False, True, None, 0, group)
-        whole = [torch.empty_like(x) for _ in range(2)]
-        dist.all_gather(whole, x)
+        gathered = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(gathered, x)
         plain = linear(x, weight, None, False, False, False, tp_group=group)
         deferred = linear(x, weight, None, False, False, True, [])
-        return [torch.equal(found, torch.cat(whole) @ weight.t()), plain is group, deferred is None]
+        return [
+            torch.equal(found, torch.cat(gathered) @ weight.t()),
+            plain is group,
+            deferred is None,
+        ]
 
 
-def test_functions_of_other_versions_are_called_as_they_are(ranks):
+def test_functions_of_other_versions_are_called_with_their_own_signature(ranks):
     assert ranks(2)(called_as_in_0_17) == [[True, True, True]] * 2
 
 
@@ -281,7 +283,7 @@ def test_ranks_that_differ_are_named(ranks):
         (1 << 28, "8", "bulk", ""),
     ],
 )
-def test_on_a_gpu_linears_without_a_gain_are_megatrons(
+def test_on_a_gpu_linears_without_a_gain_are_left_to_megatron(
     monkeypatch, rows, connections, schedule, reason
 ):
     monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
@@ -303,7 +305,7 @@ def test_on_a_gpu_linears_without_a_gain_are_megatrons(
         )
 
 
-def test_linears_whose_weight_gradients_are_delayed_are_ours_on_a_gpu_too(monkeypatch):
+def test_linears_with_delayed_weight_gradients_are_patched_on_a_gpu_too(monkeypatch):
     monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
     x, group, queue = (
         mock.Mock(is_cuda=True, dtype=torch.float32, shape=(4, 4)),
@@ -321,12 +323,12 @@ def with_connections_of_each_rank() -> str:
     x = mock.Mock(is_cuda=True, dtype=torch.float32, shape=(4, 4), device=torch.device("cpu"))
     x.numel.return_value = 16
     patches = linears.LinearPatches(OPTIONS)
-    each = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=str(1 + dist.get_rank()))
-    with each, pytest.raises(RuntimeError) as caught:
+    connections = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=str(1 + dist.get_rank()))
+    with connections, pytest.raises(RuntimeError) as caught:
         patches._enter(x, torch.nn.Parameter(torch.zeros(3, 4)), False, dist.group.WORLD, "row", "")
     return str(caught.value)
 
 
-def test_ranks_on_gpus_of_which_one_would_leave_its_linears_to_megatron_are_named(ranks):
+def test_ranks_on_gpus_that_disagree_on_the_fallback_are_named(ranks):
     for text in ranks(2)(with_connections_of_each_rank):
         assert 'CUDA_DEVICE_MAX_CONNECTIONS is "1" on rank 0 but "2" on rank 1' in text

@@ -1,8 +1,7 @@
-"""Reads of parameters between a step and the next forward: stale on stock, right here."""
+"""Reads of parameters between a step and the next forward are stale in stock Megatron, and right patched."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -15,8 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-import ovpatch
-from tests.plugins.megatron.models import Paths, distributed_optimizer, parallel, rows, wrapped
+from tests.plugins.megatron.models import (
+    Paths,
+    distributed_optimizer,
+    features,
+    parallel,
+    rows,
+    wrapped,
+)
 from tests.scripts.arms import needs
 
 pytestmark = needs("megatron")
@@ -27,7 +32,7 @@ READERS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
         name: linear(torch.eye(16), getattr(model.module, name).weight).t() for name in "abc"
     },
     "deepcopy": lambda model: {
-        name: one.detach() for name, one in copy.deepcopy(model.module).named_parameters()
+        name: param.detach() for name, param in copy.deepcopy(model.module).named_parameters()
     },
     "saved": lambda model: _saved(model.module),
     "no hooks": lambda model: _without_hooks(model),
@@ -39,8 +44,8 @@ def _saved(module: torch.nn.Module) -> dict[str, Tensor]:
     torch.save(list(module.parameters()), file)
     file.seek(0)
     return {
-        name: one.detach()
-        for name, one in zip("abc", torch.load(file, weights_only=False), strict=True)
+        name: param.detach()
+        for name, param in zip("abc", torch.load(file, weights_only=False), strict=True)
     }
 
 
@@ -52,14 +57,10 @@ def _without_hooks(model: Any) -> dict[str, Tensor]:
         model.enable_forward_pre_hook()
 
 
-def features(patched: bool) -> contextlib.AbstractContextManager[Any]:
-    return ovpatch.applied("megatron") if patched else contextlib.nullcontext()
-
-
 def train(
     read: Callable[[Any], dict[str, Tensor]] | None, reader: int | None, steps: int = 3
 ) -> Any:
-    """Return what is read after each step, by all ranks or by one, and the parameters at the end."""
+    """Return the values that all ranks, or one rank, read after each step, and the parameters at the end."""
     model = wrapped(
         Paths(("a", "b", "c")), use_distributed_optimizer=True, overlap_param_gather=True
     )
@@ -72,7 +73,10 @@ def train(
         optimizer.step()
         if read is not None and reader in (None, dist.get_rank()):
             found.append(
-                {name.partition(".")[0]: one.detach().clone() for name, one in read(model).items()}
+                {
+                    name.partition(".")[0]: value.detach().clone()
+                    for name, value in read(model).items()
+                }
             )
     model.start_param_sync(force_sync=True)
     return found, {
@@ -96,8 +100,8 @@ def reference(steps: int = 3) -> list[dict[str, Tensor]]:
     return found
 
 
-def error(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
-    return max(float((one[name] - two[name]).abs().max()) for name in "abc")
+def error(values: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(float((values[name] - wanted[name]).abs().max()) for name in "abc")
 
 
 def read_between(
@@ -111,7 +115,7 @@ def read_between(
         right = reference()
     counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
     return (
-        [error(one, two) for one, two in zip(found, right, strict=False)],
+        [error(values, wanted) for values, wanted in zip(found, right, strict=False)],
         error(last, right[-1]),
         counters,
     )
@@ -122,17 +126,17 @@ def all_reads(names: list[str], patched: bool, reader: int | None) -> dict[str, 
         return {name: read_between(name, patched, reader) for name in names}
 
 
-def test_reads_between_step_and_forward_are_stale_on_stock(ranks):
+def test_reads_between_step_and_forward_are_stale_in_stock_megatron(ranks):
     for found in ranks(2)(all_reads, list(READERS), False, None):
         for name, (stale, last, _) in found.items():
             assert min(stale) > 1e-3, (
-                f"{name} is right on stock by now: the feature's part has lost its reason"
+                f"{name} is right in stock Megatron by now: the feature's part has lost its reason"
             )
             assert last < 1e-6, name
 
 
 @pytest.mark.parametrize("reader", [None, 1], ids=["all ranks", "one rank alone"])
-def test_reads_between_step_and_forward_are_right_here(ranks, reader):
+def test_reads_between_step_and_forward_are_right_if_patched(ranks, reader):
     for rank, found in enumerate(ranks(2)(all_reads, list(READERS), True, reader)):
         for name, (errors, last, counters) in found.items():
             assert len(errors) == (3 if reader in (None, rank) else 0)
@@ -141,7 +145,7 @@ def test_reads_between_step_and_forward_are_right_here(ranks, reader):
             assert bool(counters["reads"]) == bool(errors), name
 
 
-def model_that_goes() -> tuple[int, int]:
+def drop_a_model_with_pending_params() -> tuple[int, int]:
     from ovpatch.overlap.tensors.pending_param import PENDING
 
     with parallel(), features(True):
@@ -159,16 +163,16 @@ def model_that_goes() -> tuple[int, int]:
         return pending, len(PENDING)
 
 
-def test_a_model_that_goes_leaves_nothing_pending(ranks):
-    assert ranks(2)(model_that_goes) == [(3, 0)] * 2
+def test_a_freed_model_leaves_no_parameter_pending(ranks):
+    assert ranks(2)(drop_a_model_with_pending_params) == [(3, 0)] * 2
 
 
-#: What is kept from before each step, and how many of the three weights then are pending behind it.
+#: The tensor that a script keeps from before each step, and how many of the three weights are pending after the step.
 KEPT = {"nothing": 3, "a graph": 2, "an alias": 0}
 
 
 def train_with(kept: str, patched: bool) -> tuple[list[Tensor], list[int]]:
-    """Return what is read of a weight after each step, and how many weights were pending then."""
+    """Return the values that are read of a weight after each step, and the number of weights pending then."""
     from ovpatch.overlap.tensors.pending_param import PENDING
 
     with parallel(), features(patched):
@@ -196,8 +200,8 @@ def all_kept(patched: bool) -> dict[str, Any]:
         return {kept: train_with(kept, patched) for kept in KEPT}
 
 
-def test_a_graph_or_an_alias_that_is_there_at_each_step_reads_new_values(ranks):
-    # Without overlap_param_gather stock's step() gathers.
+def test_a_graph_or_an_alias_from_before_a_step_reads_new_values(ranks):
+    # Without overlap_param_gather, Megatron's own step() gathers.
     for right, found in zip(ranks(2)(all_kept, False), ranks(2)(all_kept, True), strict=True):
         for kept, (values, pending) in found.items():
             assert all(map(torch.equal, values, right[kept][0])), kept

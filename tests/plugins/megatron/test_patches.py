@@ -1,4 +1,4 @@
-"""The patch manager on the names of ``megatron.core``: before and after its import, and reverted."""
+"""The patch manager patches names of ``megatron.core`` before and after its import, and reverts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = [
 
 
 def adaptor(imported: bool) -> None:
-    """What an adaptor in MindSpeed's style does: it wraps methods of the linears and replaces a function."""
+    """Patch as an adaptor in MindSpeed's style: wrap methods of the linears and replace a function."""
     if imported:
         import megatron.core  # noqa: F401
 
@@ -71,7 +71,7 @@ def adaptor(imported: bool) -> None:
     )
     assert {status.state.value for status in pm.statuses()} == {"applied"}
     assert len({id(getattr(module, FUNCTION)) for module in modules}) == 1, (
-        "who imported it by name reaches it, too"
+        "modules that imported the function by name must have the replacement, too"
     )
     with parallel(tp=dist.get_world_size()):
         config = transformer_config(
@@ -86,7 +86,7 @@ def adaptor(imported: bool) -> None:
         }
         column = layers.ColumnParallelLinear(16, 8, gather_output=False, **given)
         row = layers.RowParallelLinear(8, 16, input_is_parallel=True, **given)
-        assert column.weight.eq(1).all(), "not what memory held before, which may be zeros"
+        assert column.weight.eq(1).all(), "the weight must not keep earlier memory, such as zeros"
         assert row.weight.eq(1).all()
         x = rows(0, dist.get_rank()).view(2, 2, 16)
         out, _ = row(column(x)[0])
@@ -98,13 +98,13 @@ def adaptor(imported: bool) -> None:
     left = [
         name
         for owner in (*modules, *kinds)
-        for name, one in vars(owner).items()
-        if hasattr(one, "__ovpatch__")
+        for name, value in vars(owner).items()
+        if hasattr(value, "__ovpatch__")
     ]
     assert left == []
 
 
-def test_an_adaptors_patches_reach_all_callers_after_the_import_and_go(ranks):
+def test_patches_of_an_adaptor_reach_all_callers_after_the_import_and_are_reverted(ranks):
     ranks(2)(adaptor, True)
 
 
@@ -120,7 +120,7 @@ dist.destroy_process_group()
 """
 
 
-def test_an_adaptors_patches_wait_for_the_import_and_go(tmp_path, forks):
+def test_patches_of_an_adaptor_wait_for_the_import_and_are_reverted(tmp_path, forks):
     program = tmp_path / "alone.py"
     program.write_text(ALONE)
     forks.torchrun(1, program, str(tmp_path / "meet"), str(ROOT)).check()

@@ -1,4 +1,4 @@
-"""Megatron's pipeline by the engine of ``pipeline``, with delayed weight gradients: all bits are Megatron's."""
+"""The engine of ``pipeline`` runs Megatron's pipeline with delayed weight gradients and the bits of Megatron."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ from ovpatch_plugins.megatron import megatron_report
 from ovpatch_plugins.megatron.megatron_pipeline import PipelinePatches
 from ovpatch_plugins.megatron.megatron_report import COUNTERS
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
-from tests.plugins.megatron.models import SEQUENCE
+from tests.plugins.megatron.models import RECOMPUTED, SEQUENCE
 from tests.plugins.megatron.stages import Case, run_both, train
 from tests.scripts.arms import needs
 
 pytestmark = needs("megatron")
 
-LINEARS = 4  # of a layer; each stage has one
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+# The linears of a layer; each stage has one layer.
+LINEARS = 4
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 CASES = {
@@ -55,17 +51,19 @@ CASES = {
         prepare="defer_output_layer",
     ),
     "more microbatches in each step, a step inside": Case(steps=3, growth=1, nests=True),
-    "behind a step that failed": Case(steps=3, fails=True),
-    "read elsewhere": Case(prepare="read_elsewhere"),  # the last one: its remark stays
+    "after a failed step": Case(steps=3, fails=True),
+    # This case is the last one, because its remark stays.
+    "read elsewhere": Case(prepare="read_elsewhere"),
 }
+# The number of linears of the last stage that stay in the backward.
 NOT_DELAYED = {
     "fused, defer_embedding_wgrad_compute": 1,
     "read elsewhere": 1,
-}  # of the last stage's linears
+}
 
 
 def expected_receives(case: Case, stage: int) -> int:
-    """Return how many receives start before the computation in front of their readers: all but a first F's."""
+    """Return the number of receives that start one computation before their readers, which is all but a first F's."""
     if case.config.get("variable_seq_lengths"):
         return 0
     steps = range(case.fails, case.steps)
@@ -78,7 +76,7 @@ def expected_receives(case: Case, stage: int) -> int:
     [("zb-h1", list(CASES)), ("1f1b", list(CASES)[2:5])],
     ids=["zb-h1", "1f1b"],
 )
-def test_all_bits_are_megatrons(ranks, schedule, names):
+def test_all_bits_are_the_bits_of_megatron(ranks, schedule, names):
     cases = {name: CASES[name] for name in names}
     for rank, found in enumerate(ranks(2)(run_both, cases, (schedule,))):
         for name, (differing, counters, remarks) in found.items():
@@ -88,9 +86,8 @@ def test_all_bits_are_megatrons(ranks, schedule, names):
             microbatches = list(map(case.count_microbatches, range(1 + case.fails, case.steps)))
             assert counters["weight_grads"] == delayed * sum(microbatches), name
             assert counters["pipeline_steps"] == case.steps - case.fails, name
-            later = (
-                schedule == "zb-h1" and case.microbatches > 1
-            )  # the first microbatch's, behind the second send
+            # The weight gradients of the first microbatch follow the second send.
+            later = schedule == "zb-h1" and case.microbatches > 1
             assert counters["early_sends"] == rank * (
                 sum(microbatches) - later * len(microbatches)
             ), name
@@ -103,18 +100,17 @@ def test_all_bits_are_megatrons(ranks, schedule, names):
 LATER = {
     "reduced in the backward": Case(steps=4, prepare="read_elsewhere_later"),
     "fused": Case(steps=4, prepare="read_elsewhere_later", config=FUSED),
-    # Of the engine's two tasks each adds a gradient.
+    # Each of the engine's two tasks adds a gradient.
     "recomputed": Case(steps=4, ddp=None, prepare="read_elsewhere_later", config=RECOMPUTED),
 }
 
 
-def test_weights_that_are_read_elsewhere_from_a_later_step_on_stay_in_the_backward_then(ranks):
+def test_weights_that_are_read_elsewhere_from_a_later_step_on_stay_in_the_backward(ranks):
     for rank, found in enumerate(ranks(2)(run_both, LATER, ("zb-h1", "1f1b"))):
         for name, (differing, counters, remarks) in found.items():
             assert not differing, (rank, name)
-            twice = (
-                name.startswith("recomputed") * 2
-            )  # the weight whose two gradients are due in two microbatches
+            # The two gradients of this weight are due in two microbatches.
+            twice = name.startswith("recomputed") * 2
             assert counters["weight_grads"] == rank * (3 * (LINEARS + 1 + 2) + twice), name
             assert any("read more than once" in text for text in remarks) == (rank == 1)
 
@@ -131,7 +127,7 @@ FOUR = {
 }
 
 
-def test_all_bits_are_megatrons_on_four_ranks(ranks):
+def test_all_bits_are_the_bits_of_megatron_on_four_ranks(ranks):
     for rank, found in enumerate(ranks(4)(run_both, FOUR, ("zb-h1",))):
         for name, (differing, counters, _) in found.items():
             assert not differing, (rank, name)
@@ -142,13 +138,13 @@ def test_all_bits_are_megatrons_on_four_ranks(ranks):
             assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
 
 
-def test_auto_leaves_weight_gradients_of_tensor_parallel_stages_to_megatron_and_says_so(ranks):
+def test_auto_leaves_weight_gradients_of_tensor_parallel_stages_to_megatron_and_reports_it(ranks):
     for found in ranks(4)(run_both, {"tensor parallel": Case(tp=2, microbatches=1)}, ("auto",)):
         ((differing, counters, remarks),) = found.values()
         assert not differing
         assert counters["weight_grads"] == 0
-        assert counters["pipeline_steps"] == 2, "the messages are the engine's"
-        assert counters["calls"], "the linears are still ours"
+        assert counters["pipeline_steps"] == 2, "the engine sends the messages"
+        assert counters["calls"], "the linears are still patched"
         assert any("auto keeps collectives" in text for text in remarks)
 
 
@@ -158,15 +154,15 @@ def only_the_engine_sends() -> tuple[Any, Any]:
     case = {"plain": Case()}
     with mock.patch.object(
         P2PCommunicator, "_communicate", autospec=True, side_effect=P2PCommunicator._communicate
-    ) as of:
-        stock = len([train(case["plain"]), *of.mock_calls]) - 1
-        of.reset_mock()
+    ) as communicate:
+        stock = len([train(case["plain"]), *communicate.mock_calls]) - 1
+        communicate.reset_mock()
         with ovpatch.applied("megatron"):
             train(case["plain"])
-        return stock, len(of.mock_calls)
+        return stock, len(communicate.mock_calls)
 
 
-def test_no_message_is_megatrons(ranks):
+def test_megatron_sends_no_message(ranks):
     for stock, patched in ranks(2)(only_the_engine_sends):
         assert stock > 0
         assert patched == 0
@@ -189,7 +185,7 @@ def test_all_ranks_leave_the_schedule_to_megatron_if_one_does(ranks):
 
 
 def drop_a_model() -> tuple[int, int]:
-    """Return how many steps the engine of a model ran, and how many engines are kept when the model is gone."""
+    """Return the number of steps that the engine of a model ran, and the number of engines once the model was freed."""
     before = COUNTERS.pipeline_steps
     with ovpatch.applied("megatron"):
         train(Case(steps=1))
@@ -197,12 +193,12 @@ def drop_a_model() -> tuple[int, int]:
         return COUNTERS.pipeline_steps - before, len(find_owners(pipeline._ENGINE_KEY))
 
 
-def test_a_model_goes_with_its_engine(ranks):
+def test_a_model_is_freed_with_its_engine(ranks):
     assert ranks(2)(drop_a_model) == [(1, 0)] * 2
 
 
 class Timers:
-    """Stands for Megatron's, which need CUDA: the names of those that have run."""
+    """Replacements of Megatron's timers, which need CUDA; ``seen`` has the names of timers that have run."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
@@ -236,13 +232,13 @@ def test_megatrons_timers_run_as_before(ranks):
 
 
 class Replicated(torch.nn.Module):
-    """Stands for a stage in torch's DistributedDataParallel."""
+    """A stage in a wrapper with the module name of torch's DistributedDataParallel."""
 
     __module__ = "torch.nn.parallel.distributed"
 
 
 class Elsewhere:
-    """Stands for a communicator of another kind, or groups of several modules."""
+    """A communicator of another kind, or groups of several modules."""
 
     pp_group = None
 
@@ -259,7 +255,7 @@ class Elsewhere:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, given, reason):
+def test_unknown_settings_are_left_to_megatron_and_reported(monkeypatch, changes, given, reason):
     given = dict(given)
     monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
@@ -279,7 +275,7 @@ def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, give
     assert megatron_report.list_fallbacks() == [f"the pipeline's schedule: {reason}"]
 
 
-def test_a_step_inside_of_another_one_is_megatrons(monkeypatch):
+def test_a_step_inside_of_another_one_is_left_to_megatron(monkeypatch):
     monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
     run = patches.wrap_schedule(lambda **_: (patches._step, patches.queue.is_active))
@@ -290,7 +286,7 @@ def test_a_step_inside_of_another_one_is_megatrons(monkeypatch):
     assert "inside of another step" in megatron_report.list_fallbacks()[0]
 
 
-def test_interleaving_is_left_to_megatron_and_said(monkeypatch):
+def test_interleaving_is_left_to_megatron_and_reported(monkeypatch):
     monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
     assert patches.wrap_interleaving(lambda **given: given)(model=[]) == {"model": []}
@@ -332,7 +328,7 @@ def plain_linear(
     return input @ weight.t()
 
 
-def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatch):
+def test_a_linear_that_another_library_has_wrapped_is_called_and_reported(monkeypatch):
     monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     patches, x = (
         PipelinePatches({"pipeline_schedule": "1f1b"}),
@@ -351,7 +347,7 @@ def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatc
     assert any("wrapper is another library's" in text for text in megatron_report.list_fallbacks())
 
 
-def test_a_compiled_linear_is_megatrons_and_is_compiled_once():
+def test_a_compiled_linear_is_left_to_megatron_and_compiled_once():
     patches, counter = PipelinePatches({"pipeline_schedule": "1f1b"}), CompileCounter()
     compiled = torch.compile(patches.wrap_linear(plain_linear), backend=counter, fullgraph=True)
     x, weight = torch.randn(2, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 4))
@@ -368,19 +364,20 @@ class Delayed(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(3, 4))
         self.queue = WeightGradQueue()
-        self.product = 0  # address of the last one
+        # The address of the last weight gradient.
+        self.result_address = 0
         self.input = torch.randn(2, 4, requires_grad=True)
 
     def multiply(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         found = multiply(weight, grad, x)
-        self.product = found.data_ptr()
+        self.result_address = found.data_ptr()
         return found
 
     def forward(self) -> torch.Tensor:
         weight, compute = self.queue.enter(self.weight, self.multiply)
         return Linear.apply(self.input, weight, None, compute, None, lambda grad, x: (grad, x))
 
-    def step(self, *, fails: bool = False, is_whole: bool = True, recorded: bool = True) -> None:
+    def step(self, *, fails: bool = False, is_complete: bool = True, recorded: bool = True) -> None:
         self.weight.grad = None
         with self.queue.running():
             out = self().sum()
@@ -390,13 +387,13 @@ class Delayed(torch.nn.Module):
                 out.backward()
                 if fails:
                     raise ZeroDivisionError
-            if is_whole:
+            if is_complete:
                 self.queue.compute(1)
 
 
 @pytest.fixture
 def linear() -> Delayed:
-    """A linear that has run its first step."""
+    """Return a linear that has run its first step."""
     made = Delayed()
     made.step()
     return made
@@ -406,9 +403,9 @@ def is_right(linear: Delayed) -> bool:
     return linear.weight.grad.equal(torch.ones(3, 2) @ linear.input)
 
 
-def test_a_weight_takes_the_product_itself(linear):
+def test_a_weight_takes_the_result_of_the_gemm_itself(linear):
     linear.step()
-    assert linear.weight.grad.data_ptr() == linear.product
+    assert linear.weight.grad.data_ptr() == linear.result_address
     assert is_right(linear)
     assert not linear.weight._backward_hooks
 
@@ -421,17 +418,17 @@ def test_a_step_after_one_that_failed_is_clean(linear):
     assert is_right(linear)
 
 
-def test_a_first_step_that_fails_shows_nothing_of_its_weights():
+def test_a_failed_first_step_leaves_the_weights_without_observations():
     linear = Delayed()
     with pytest.raises(ZeroDivisionError):
         linear.step(fails=True)
-    linear.step(is_whole=False)
+    linear.step(is_complete=False)
     assert is_right(linear)
 
 
-def test_weight_gradients_that_are_left_over_are_an_error(linear):
+def test_weight_gradients_that_were_not_computed_are_an_error(linear):
     with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"):
-        linear.step(is_whole=False)
+        linear.step(is_complete=False)
 
 
 def test_gradients_taken_in_a_forward_are_an_error(linear):
@@ -454,7 +451,7 @@ def test_a_weight_whose_gradient_a_forward_takes_stays_in_the_graph():
 
 
 class Nothing(torch.autograd.Function):
-    """Reads a tensor and has no gradient for it."""
+    """A function that reads a tensor and has no gradient for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -473,7 +470,7 @@ READS = {
 
 
 def read_twice(linear: Delayed, kind: str, *, before: bool, changed: bool = False) -> None:
-    """Run a step that also reads the weight elsewhere; ``changed``: with a hook that comes inside the step."""
+    """Run a step that also reads the weight elsewhere; ``changed``: with a hook that is registered inside the step."""
     linear.weight.grad = None
     with linear.queue.running():
         reads = [linear, lambda: READS[kind](linear.weight)]
@@ -486,12 +483,11 @@ def read_twice(linear: Delayed, kind: str, *, before: bool, changed: bool = Fals
 
 
 @pytest.mark.parametrize("kind", READS)
-@pytest.mark.parametrize("before", [False, True], ids=["behind", "before"])
-def test_a_weight_gets_what_its_reads_add_up_to(linear, kind, before):
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_a_weight_gets_the_sum_of_its_reads(linear, kind, before):
     node = linear.weight.expand_as(linear.weight).grad_fn.next_functions[0][0]
-    linear.weight.grad_added_to_main_grad = (
-        False  # as Megatron marks weights, whose hook asks for a gradient
-    )
+    # Megatron marks weights in this way; its hook requires a gradient.
+    linear.weight.grad_added_to_main_grad = False
     found = []
     node.register_hook(lambda *_: found.append(linear.weight.grad is not None))
     read_twice(linear, kind, before=before)
@@ -504,7 +500,7 @@ def test_a_weight_gets_what_its_reads_add_up_to(linear, kind, before):
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_weight_with_hooks_stays_in_the_backward_for_as_long(monkeypatch, linear, register):
+def test_a_weight_stays_in_the_backward_as_long_as_it_has_hooks(monkeypatch, linear, register):
     monkeypatch.setattr(megatron_report, "_FALLBACKS", {})
     called = []
     handle = getattr(linear.weight, register)(lambda _: called.append(1))
@@ -517,7 +513,7 @@ def test_a_weight_with_hooks_stays_in_the_backward_for_as_long(monkeypatch, line
         assert linear.queue.enter(linear.weight, multiply)[0] is not linear.weight
 
 
-def test_a_hook_that_comes_inside_a_step_and_would_be_called_twice_is_an_error(linear):
+def test_a_hook_registered_inside_a_step_that_would_be_called_twice_is_an_error(linear):
     with pytest.raises(
         RuntimeError, match=r"shape \(3, 4\) .* a hook in the step.*PIPELINE_SCHEDULE=stock"
     ):
@@ -529,6 +525,6 @@ def test_a_weight_that_a_backward_in_a_forward_reads_stays_in_the_backward(linea
         linear()
         linear.weight.grad = None
         linear.weight.sum().backward()
-        assert linear.weight.grad.equal(torch.ones(3, 4)), "at once, as under Megatron"
+        assert linear.weight.grad.equal(torch.ones(3, 4)), "immediately, as in stock Megatron"
     with linear.queue.running():
         assert linear.queue.enter(linear.weight, multiply)[1] is multiply

@@ -1,4 +1,4 @@
-"""Layers with experts, in one process and over several, and what is seen of their training."""
+"""Layers with experts, in one process and over several, and the records of their training."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ Record = dict[str, Any]
 
 
 def device() -> torch.device:
-    """Return where this rank computes; a process without ranks computes on the CPU."""
+    """Return the device of this rank; a process without ranks computes on the CPU."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed.
+    """A layer with experts and its training.
 
     Attributes:
         local: Experts of a rank.
         top_k: Experts of a token.
-        tokens: Of each rank, by turns.
-        favourites: Tokens of every rank go to these experts only; to any if there are none.
-        activation: Between the products.
+        tokens: Tokens of each rank; ranks beyond the last number start over.
+        favourites: Tokens of every rank go to these experts only; to any expert if it is empty.
+        activation: The activation between the GEMMs.
         shared: Whether there are shared experts.
         capacity: Tokens of a rank that an expert takes; None for any number.
-        frozen: Parameters whose names begin so are frozen; ``x`` stands for the input.
-        module: Which layer: of stacked weights, or of :data:`KINDS`.
-        steps: Of the optimizer.
-        seed: Of everything.
-        sizes: Features of a token, and between an expert's two products.
+        frozen: Parameters whose names begin so are frozen; ``x`` is the input.
+        module: The kind of the layer: ``stacked`` weights, or one of :data:`KINDS`.
+        steps: Steps of the optimizer.
+        seed: The seed of weights and inputs.
+        sizes: Features of a token, and features between the two GEMMs of an expert.
     """
 
     local: int = 2
@@ -94,7 +94,10 @@ class Case:
         ).to(device())
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return one; for lazy experts, of which some have no gradient instead of zero, one that treats both alike."""
+        """Return an optimizer.
+
+        Some lazy experts have no gradient instead of zero, so their optimizer must treat both the same.
+        """
         return torch.optim.AdamW(
             model.parameters(),
             0.01,
@@ -106,15 +109,15 @@ class Case:
         """Return each token's experts and their weights, ``[tokens, k]`` both."""
         logits = x @ router.t()
         if self.favourites:
-            others = torch.ones(len(router), dtype=torch.bool, device=x.device)
-            others[list(self.favourites)] = False
-            logits = logits.masked_fill(others, -1e9)
+            masked = torch.ones(len(router), dtype=torch.bool, device=x.device)
+            masked[list(self.favourites)] = False
+            logits = logits.masked_fill(masked, -1e9)
         probabilities, index = logits.softmax(-1).topk(self.top_k, dim=-1)
         return index, probabilities
 
 
 class OneProcess(nn.Module):
-    """All experts, on all tokens, one after the other."""
+    """All experts on all tokens, computed sequentially."""
 
     def __init__(self, case: Case, world: int) -> None:
         super().__init__()
@@ -138,7 +141,7 @@ class OneProcess(nn.Module):
 
 
 class Separate(nn.Module):
-    """A module with a list of experts, as home-made layers have it."""
+    """A module with a list of experts, as home-made layers have."""
 
     def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class Separate(nn.Module):
 
 
 class Lazy(Separate):
-    """The same, of experts that return what they get if that is nothing."""
+    """Separate experts that return their input if it has no rows."""
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         lazy = [_Lazy(expert) for expert in self.experts]
@@ -179,7 +182,7 @@ class _Expert(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Experts that one function computes, of rows by expert and their numbers."""
+    """Experts that one function computes from rows sorted by expert and the number of rows of each."""
 
     def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -202,7 +205,7 @@ class Grouped(nn.Module):
 
 
 class Numbered(nn.Module):
-    """Experts that one function computes, which is told each row's, and looks at those only that have any."""
+    """Experts that one function computes from the number of each row's expert; it skips experts without rows."""
 
     def __init__(self, case: Case, up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -236,7 +239,7 @@ KINDS: dict[str, Callable[[Case, Tensor, Tensor], nn.Module]] = {
 
 
 class OverRanks(nn.Module):
-    """The same, each rank with its own tokens and experts."""
+    """The model of :class:`OneProcess` over ranks; each rank has its own tokens and experts."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -263,17 +266,17 @@ class OverRanks(nn.Module):
         return self.layer(x, index, weights)
 
     def stacked(self, name: str, of: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
-        """Return something of this rank's experts' parameters, stacked."""
+        """Return a value of the parameters of this rank's experts, stacked."""
         if self.case.module not in ("separate", "lazy"):
             return of(getattr(self.layer, name))
         params = [getattr(expert, name) for expert in self.layer.experts]
         found = [of(param) for param in params]
-        if all(one is None for one in found) and not params[0].requires_grad:
+        if all(value is None for value in found) and not params[0].requires_grad:
             return None
         return torch.stack(
             [
-                torch.zeros_like(p) if one is None else one
-                for one, p in zip(found, params, strict=True)
+                torch.zeros_like(param) if value is None else value
+                for value, param in zip(found, params, strict=True)
             ]
         )
 
@@ -302,7 +305,7 @@ def made_layer(case: Case, world: int) -> ExpertParallelFFN:
 def train(
     case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None = None
 ) -> list[Record]:
-    """Train over the ranks, dense parameters' gradients summed; return what this rank sees."""
+    """Train over the ranks, with summed gradients of dense parameters; return the records of this rank."""
     model = OverRanks(case)
     if case.shared and case.module == "stacked":
         model.layer.shared = _Shared([model])
@@ -327,7 +330,7 @@ def train(
 
 
 def train_all(cases: Mapping[str, Case], **kwargs: Any) -> dict[str, list[Record]]:
-    """Do :func:`train` for every case; an exception names its case."""
+    """Call :func:`train` for every case; an exception names its case."""
     found = {}
     for name, case in cases.items():
         with named(name):
@@ -336,7 +339,7 @@ def train_all(cases: Mapping[str, Case], **kwargs: Any) -> dict[str, list[Record
 
 
 def check(ranks: Any, cases: Mapping[str, Case], **kwargs: Any) -> None:
-    """Train all cases in one call of ``ranks``, which is ``ranks(world)``, and demand what one process computes."""
+    """Train all cases in one call of ``ranks``, which is ``ranks(world)``, and compare with one process."""
     found, failures = ranks(train_all, cases, **kwargs), []
     for name, case in cases.items():
         right = expected(replace(case, config=MoEConfig()), ranks.world)
@@ -362,7 +365,7 @@ def _gradients(model: OverRanks) -> Record:
 
 @functools.lru_cache
 def expected(case: Case, world: int) -> list[list[Record]]:
-    """Train in one process, the tokens of all ranks together; return what each rank should see, whatever the config."""
+    """Train in one process on the tokens of all ranks; return the records that each rank should have."""
     model = OneProcess(case, world)
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(case.frozen or "-"))
@@ -371,7 +374,8 @@ def expected(case: Case, world: int) -> list[list[Record]]:
     own = [slice(rank * case.local, (rank + 1) * case.local) for rank in range(world)]
     for step in range(case.steps):
         xs = [case.x(rank, step).requires_grad_("x" not in case.frozen) for rank in range(world)]
-        outs = [model(x) for x in xs]  # capacity is a rank's own
+        # The capacity counts the tokens of one rank.
+        outs = [model(x) for x in xs]
         torch.cat(outs).square().sum().backward()
         for rank in range(world):
             grads = {name: _of(getattr(model, name).grad, own[rank]) for name in ("up", "down")}
@@ -395,7 +399,7 @@ def _of(grad: Tensor | None, own: slice) -> Tensor | None:
 def one_by_one(
     x: Tensor, index: Tensor, top: Tensor, up: Tensor, down: Tensor, activation: Any
 ) -> Tensor:
-    """Return what a layer should, computed in one process by linears, one expert after the other."""
+    """Return the output of a layer, computed in one process by linears, sequentially by expert."""
     linear = nn.functional.linear
     slots = x.new_zeros(*index.shape, x.shape[1])
     for expert in range(len(up)):
@@ -408,7 +412,7 @@ def one_by_one(
 def differentiated(
     out: Tensor, x: Tensor, up: Tensor, down: Tensor, own: slice | None = None
 ) -> Record:
-    """Return a layer's output and gradients; with ``own``, those experts' of gradients that are summed over ranks."""
+    """Return the output and gradients of a layer; with ``own``, these experts of gradients summed over ranks."""
     out.square().sum().backward()
     grads = {"up": up.grad, "down": down.grad}
     if own is not None:

@@ -1,4 +1,4 @@
-"""Layers that are cut as measured: what is chosen, and that any plan that wins computes what one process does."""
+"""Layers with cut=auto measure and choose a plan, and each plan computes the values of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLANS = ["none", "experts 2", "experts 4", "tokens 2", "tokens 4", "tokens 8"]
 CASE = Case(local=4, tokens=(160, 0, 37), steps=1, config=MoEConfig("auto"))
 
 
-def test_what_is_chosen_between():
+def test_candidates_of_the_choice():
     assert list(list_candidates(2, 4)) == PLANS
     assert list(list_candidates(2, 8))[:4] == ["none", "experts 2", "experts 4", "experts 8"]
     assert list(list_candidates(2, 3))[:3] == ["none", "experts 2", "experts 3"]
@@ -42,7 +42,7 @@ def test_what_is_chosen_between():
 
 
 class Finest(PlanCandidates):
-    """Expects another plan than is chosen, of counts that are finer than that needs."""
+    """Candidates whose counts are finer than the chosen plan needs, because another plan was expected."""
 
     def __init__(self, wanted: ChunkPlan) -> None:
         super().__init__(make_plan(wanted.ep_size, wanted.num_local_experts, "experts"))
@@ -50,39 +50,39 @@ class Finest(PlanCandidates):
             make_plan(wanted.ep_size, wanted.num_local_experts, "tokens", 8),
             wanted,
         )
-        self.told: list[tuple[int, bool]] = []
+        self.calls: list[tuple[int, bool]] = []
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        self.told.append((tokens, trains))
+        self.calls.append((tokens, trains))
         return self.wanted
 
 
 def routed(tokens: list[int]) -> tuple[list[str], list[tuple[int, bool]]]:
-    rank, wrong, told = dist.get_rank(), [], []
+    rank, wrong, calls = dist.get_rank(), [], []
     generator = torch.Generator().manual_seed(rank)
     index = torch.randint(-1, 8, (tokens[rank], 3), generator=generator)
     for name, wanted in list_candidates(2, 4).items():
         plans = Finest(wanted)
         with torch.set_grad_enabled(rank == 0):
             found, right = (
-                route_tokens(index, one, dist.group.WORLD)
-                for one in (plans, PlanCandidates(wanted))
+                route_tokens(index, candidates, dist.group.WORLD)
+                for candidates in (plans, PlanCandidates(wanted))
             )
-        told += plans.told
+        calls += plans.calls
         same = (
             torch.equal(found.order, right.order)
             and found.splits == right.splits
             and found.plan == wanted
         )
         wrong += [] if same else [name]
-    return wrong, told
+    return wrong, calls
 
 
 @pytest.mark.parametrize("tokens", [(37, 20), (5, 0), (0, 0), (3, 64)])
-def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, tokens):
-    for wrong, told in ranks(2)(routed, tokens):
+def test_counts_that_are_finer_than_a_plan_needs_route_as_the_plan(ranks, tokens):
+    for wrong, calls in ranks(2)(routed, tokens):
         assert not wrong
-        assert set(told) == {(max(tokens), tokens[0] >= tokens[1])}, (
+        assert set(calls) == {(max(tokens), tokens[0] >= tokens[1])}, (
             "the mode of the rank that has the most"
         )
 
@@ -112,7 +112,7 @@ def check_all(ranks: Any, world: int, firsts: list[int], **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize(("world", "firsts"), [(2, [*range(len(PLANS))]), (3, [1, 3])])
-def test_it_computes_what_one_process_does_whichever_plan_wins(ranks, world, firsts):
+def test_each_plan_computes_the_values_of_one_process(ranks, world, firsts):
     check_all(ranks, world, firsts)
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_without_gradients_first(ranks):
 
 
 @pytest.mark.parametrize("module", KINDS)
-def test_other_experts_are_not_cut_since_nothing_tells_what_they_compute(ranks, module):
+def test_experts_of_other_modules_are_not_cut(ranks, module):
     for _, won, parts in ranks(2)(won_by, 1, dataclasses.replace(CASE, module=module), env=NOWHERE):
         assert not won
         assert parts == 1
@@ -142,7 +142,7 @@ def test_few_tokens_are_computed_in_sequence(ranks, tokens):
 
 
 def layer(tokens: int) -> Tensor:
-    """Compute a layer; its tokens and weights are the same whatever was chosen."""
+    """Compute a layer whose tokens and weights do not depend on the chosen plan."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(tokens, 16, generator=generator)
     up, down = (
@@ -155,21 +155,21 @@ def layer(tokens: int) -> Tensor:
     )
 
 
-def one_without_gradients() -> tuple[Tensor, Tensor, list[str]]:
-    """Plans for training and for evaluation differ; ranks take the same, though one has gradients off."""
+def compute_with_gradients_on_one_rank() -> tuple[Tensor, Tensor, list[str]]:
+    """Compute a layer with gradients on one rank; plans of training and evaluation differ, but ranks must agree."""
     with forced(1) as won, torch.set_grad_enabled(dist.get_rank() == 1):
         found = layer(200)
         return layer(200), found, won
 
 
 def test_ranks_need_not_have_the_same_gradient_mode(ranks):
-    for again, found, won in ranks(2)(one_without_gradients, env=NOWHERE):
+    for again, found, won in ranks(2)(compute_with_gradients_on_one_rank, env=NOWHERE):
         assert won == ["experts 2", "tokens 2"]
         assert torch.equal(again, found)
 
 
 def measuring() -> Record:
-    """Tokens differ from step to step, and between ranks."""
+    """Compute layers whose number of tokens differs between steps and between ranks."""
     before = len(report_lines("pipe_experts"))
     state = torch.get_rng_state()
     rank = dist.get_rank()
@@ -211,7 +211,7 @@ def deterministic() -> tuple[list[str], int]:
     return won, COUNTERS.parts - before
 
 
-def test_under_deterministic_algorithms_nothing_is_cut(ranks):
+def test_deterministic_algorithms_cut_nothing(ranks):
     for won, parts in ranks(2)(deterministic, env=NOWHERE):
         assert not won
         assert parts == 1

@@ -1,4 +1,4 @@
-"""Chunks, routes and buffers: the arithmetic, without communication but for counts."""
+"""The arithmetic of chunks, routes and buffers; ranks exchange nothing but counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_expert_is_in_one_group(world, local, how, parts):
     assert sorted(found.compute_positions()) == list(range(world * local))
 
 
-def test_how_many_parts():
+def test_numbers_of_parts():
     shapes = {("auto", 0, 8): 1, ("auto", 2, 8): 1, ("none", 5, 8): 1}
     shapes |= {
         ("experts", 0, 8): 4,
@@ -114,7 +114,7 @@ def test_rows_are_sent_by_part_then_by_rank_then_by_expert(ranks):
 
 
 def misrouted(expert: int) -> str:
-    """Only the last rank is wrong."""
+    """Route a token to a wrong expert on the last rank alone; return the error."""
     index = torch.tensor([[expert if dist.get_rank() == 1 else 0]], dtype=torch.int32)
     with pytest.raises(ValueError, match="route to 0 to 3, or -1 for none") as caught:
         route_tokens(index, PlanCandidates(make_plan(2, 2)), dist.group.WORLD)
@@ -122,26 +122,26 @@ def misrouted(expert: int) -> str:
 
 
 @pytest.mark.parametrize("expert", [4, -2])
-def test_an_expert_that_is_none_is_an_error_on_all_ranks(ranks, expert):
+def test_an_unknown_expert_is_an_error_on_all_ranks(ranks, expert):
     for error in ranks(2)(misrouted, expert):
         assert f"rank 1 routes a token to expert {expert}, but 2 ranks with 2 experts" in error
 
 
-def test_memory_is_shared_and_let_go_of():
+def test_chunks_share_memory_until_they_are_joined():
     memory = RowBuffer([2, 0, 3])
     like = torch.empty(1, 4)
     parts = [memory.get_chunk(i, like).fill_(i) for i in range(3)]
-    whole = memory.join_chunks(parts)
-    assert whole.data_ptr() == parts[0].data_ptr()
-    assert whole[:, 0].tolist() == [0, 0, 2, 2, 2]
-    assert memory.get_chunk(0, like).data_ptr() != whole.data_ptr(), (
-        "what was handed out is not written into again"
+    joined = memory.join_chunks(parts)
+    assert joined.data_ptr() == parts[0].data_ptr()
+    assert joined[:, 0].tolist() == [0, 0, 2, 2, 2]
+    assert memory.get_chunk(0, like).data_ptr() != joined.data_ptr(), (
+        "the buffer writes no joined rows again"
     )
     memory.join_chunks([memory.get_chunk(i, like) for i in range(3)])
     elsewhere = [torch.full((size, 4), float(i)) for i, size in enumerate((2, 0, 3))]
-    assert torch.equal(memory.join_chunks(elsewhere), whole)
+    assert torch.equal(memory.join_chunks(elsewhere), joined)
     mixed = [memory.get_chunk(0, like).fill_(0), elsewhere[1], elsewhere[2]]
-    assert torch.equal(memory.join_chunks(mixed), whole)
+    assert torch.equal(memory.join_chunks(mixed), joined)
 
 
 def test_cut_and_join_are_their_own_gradients():
@@ -154,7 +154,7 @@ def test_cut_and_join_are_their_own_gradients():
     assert torch.autograd.gradcheck(through, (rows,))
 
 
-def test_what_the_grouped_kernel_can_read():
+def test_alignment_that_the_grouped_kernel_can_read():
     rows = torch.empty(6, 32, dtype=torch.bfloat16)
     stacked = torch.empty(3, 16, 32, dtype=torch.bfloat16)
     readable = [

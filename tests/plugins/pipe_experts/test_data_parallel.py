@@ -29,17 +29,18 @@ from tests.plugins.ddp.test_failures import Bomb
 from tests.support.equality import compare
 from tests.support.errors import error_of
 
-LOCAL = 2  # experts per rank
+# Experts of each rank.
+LOCAL = 2
 TOKENS = 12
-FEATURES = {"stock": (), "ddp": ("ddp",), "divided": ("ddp", "dist_optimizer")}
+FEATURES = {"stock": (), "ddp": ("ddp",), "sharded": ("ddp", "dist_optimizer")}
 
 
 class Model(nn.Module):
-    """A dense layer, top-1 experts, a dense layer.
+    """A model of a dense layer, top-1 experts and a dense layer.
 
     Args:
-        count: MoEConfig many experts there are on all ranks.
-        group: The ranks among which they are shared out, ``LOCAL`` each; None: all are here.
+        count: The number of experts of all ranks.
+        group: The ranks that partition the experts, ``LOCAL`` each; None if this rank has all experts.
     """
 
     def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:
@@ -51,7 +52,8 @@ class Model(nn.Module):
             for _ in range(count)
         )
         self.group, self.bombs = group, ""
-        self.reentrant: bool | None = None  # the kind of checkpoint around the experts, if any
+        # The kind of checkpoint around the experts, or None.
+        self.reentrant: bool | None = None
         self.config: MoEConfig | None = None
 
     def forward(self, x: torch.Tensor, closed: tuple[int, ...] = ()) -> torch.Tensor:
@@ -61,7 +63,7 @@ class Model(nn.Module):
             0, torch.tensor(closed, dtype=torch.long), -1e9
         )
         weights, chosen = (logits + mask).softmax(-1).max(-1)
-        # As functions of two tensors, so that a checkpoint sees all that has gradients.
+        # A checkpoint sees all tensors that have gradients, because they are arguments.
         routed = h, weights, chosen
         kind = self.reentrant
         h = h + (
@@ -87,7 +89,7 @@ class Model(nn.Module):
         return weights[:, None] * torch.zeros_like(h).index_copy(0, order, out)
 
     def _here(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Run the experts that are here; one without tokens gets no gradient."""
+        """Run the experts of this rank; an expert without tokens gets no gradient."""
         parts = tokens.split(counts.tolist())
         return torch.cat(
             [
@@ -107,7 +109,7 @@ class Model(nn.Module):
             arriving.view(ranks, LOCAL).sum(1).tolist(),
         )
         here = all_to_all_single(tokens.new_empty(sum(got), 8), tokens, got, sent, group=group)
-        # By sender, then by expert; the experts want it the other way round.
+        # Rows arrive by sender, then by expert. The experts need them by expert, then by sender.
         expert = torch.arange(LOCAL).repeat(ranks).repeat_interleave(arriving)
         order = expert.argsort(stable=True)
         out = self._here(here[order], expert.bincount(minlength=LOCAL))
@@ -119,7 +121,7 @@ class Model(nn.Module):
 
 
 class Setup:
-    """This rank's part of a model whose experts are shared out among ``ep`` ranks, and the model of one process."""
+    """This rank's part of a model whose experts are partitioned among ``ep`` ranks, and the model of one process."""
 
     def __init__(self, ep: int, *, chunked: bool = False, spoil: bool = True, **ddp: Any) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -128,17 +130,17 @@ class Setup:
         copies = [list(range(first, self.world, ep)) for first in range(ep)]
         (tokens_group,) = (g for ranks in blocks if (g := _group(ranks)) is not None)
         (self.copies,) = (g for ranks in copies if (g := _group(ranks)) is not None)
+        # The dense parameters have the same group.
         if ep == 1:
-            self.copies = (
-                dist.distributed_c10d._get_default_group()
-            )  # also that of the dense parameters
+            self.copies = dist.distributed_c10d._get_default_group()
         torch.manual_seed(0)
         self.reference = Model(count)
         self.model = Model(count, tokens_group)
         self.offset = LOCAL * (self.rank % ep)
         self.model.load_state_dict(self.reference.state_dict())
         self.model.experts = self.model.experts[self.offset : self.offset + LOCAL]
-        if spoil and self.rank >= ep:  # not the first copy: gets the first one's values
+        # The wrapper must give later copies the values of the first one.
+        if spoil and self.rank >= ep:
             for param in self.model.experts.parameters():
                 param.data.add_(1)
         if chunked:
@@ -161,17 +163,17 @@ class Setup:
         return torch.stack([out.square().mean() for out in outs]).mean()
 
     def closed(self, kind: int, rank: int) -> tuple[int, ...]:
-        """Return which experts get no token from a rank: none; other ones in each expert-parallel group.
+        """Return the experts that get no token from a rank, which differ between expert-parallel groups.
 
         Args:
-            kind: 0: all get some; 1: all of one rank, so that its copies elsewhere get some and it gets none; 2: one in
-                each group; 3: all but one, the same in all groups.
+            kind: 0: none; 1: all experts of one rank, whose copies on other ranks get some tokens; 2: one expert in
+                each group; 3: all experts but one, the same in all groups.
             rank: The rank.
         """
         block, count = rank // self.ep, LOCAL * self.ep
         there = LOCAL * (block % self.ep)
-        whole = (there, there + 1) if self.ep > 1 else (block % LOCAL,)
-        return ((), whole, (block % count,), tuple(range(1, count)))[kind]
+        all_of_rank = (there, there + 1) if self.ep > 1 else (block % LOCAL,)
+        return ((), all_of_rank, (block % count,), tuple(range(1, count)))[kind]
 
     def seen(self, model: nn.Module | None = None, *, grads: bool = True) -> dict[str, Any]:
         """Record gradients, None as zeros, and parameters, under their names in the model of one process."""
@@ -189,7 +191,7 @@ class Setup:
         return {"grad": values, "param": {n: p.detach().clone() for n, p in named.items()}}
 
     def both(self, *, grads: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Record what is wanted, the part of this rank in the model of one process, and what there is."""
+        """Return the records that this rank should have, from the model of one process, and those that it has."""
         mine, everything = self.seen(grads=grads), self.seen(self.reference, grads=grads)
         return {kind: {name: everything[kind][name] for name in mine[kind]} for kind in mine}, mine
 
@@ -219,9 +221,18 @@ def train(
     more: int = 0,
     **kw: Any,
 ) -> list[Any]:
-    """Train four steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients.
+    """Train four steps of ``micro`` microbatches and reduce the last one.
 
-    With ``more``, chunks mark as many contributions more, or, negative, less than they have declared.
+    Args:
+        arm: A name of :data:`FEATURES`.
+        ep: The number of ranks that partition the experts.
+        micro: Microbatches of a step.
+        keep: Whether gradients are never zeroed.
+        closed: Whether some experts get no tokens.
+        reentrant: The kind of checkpoint around the experts, or None.
+        config: The cut of the experts, or None.
+        more: The number of contributions that chunks mark beyond the declared number; negative if they mark fewer.
+        **kw: Arguments of :class:`Setup`.
     """
     setup = Setup(ep, **kw)
     _spoil(setup, more)
@@ -236,9 +247,8 @@ def train(
             with setup.ddp.no_sync() if number < micro - 1 else contextlib.nullcontext():
                 setup.loss(10 * step + number, closed=shut).backward()
             setup.reference_loss(10 * step + number, closed=shut).backward()
-        records.append(
-            setup.both(grads=arm != "divided")
-        )  # one that is looked at is not reduced and scattered
+        # A read gradient is not reduced and scattered, so these records leave sharded gradients out.
+        records.append(setup.both(grads=arm != "sharded"))
         for optimizer in optimizers:
             optimizer.step()
             if not keep:
@@ -252,7 +262,8 @@ def _spoil(setup: Setup, more: int) -> None:
             expert.marks.more = more
 
 
-WORLDS = [(4, 2), (2, 2), (2, 1)]  # ranks, and among how many of them experts are shared out
+# The number of ranks, and how many of them partition the experts.
+WORLDS = [(4, 2), (2, 2), (2, 1)]
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -271,24 +282,25 @@ CASES: dict[str, dict[str, Any]] = {
         "closed": True,
     },
     "in chunks, reentrant": {"chunked": True, "reentrant": True},
-    "in parts": {"config": MoEConfig("tokens", 3), "closed": True},
-    "in parts, no_sync": {"config": MoEConfig("experts"), "micro": 2, "keep": True},
-    "in parts, reentrant": {"config": MoEConfig("experts"), "reentrant": True},
-    "in parts, checkpoint": {"config": MoEConfig("tokens", 2), "reentrant": False},
+    "split": {"config": MoEConfig("tokens", 3), "closed": True},
+    "split, no_sync": {"config": MoEConfig("experts"), "micro": 2, "keep": True},
+    "split, reentrant": {"config": MoEConfig("experts"), "reentrant": True},
+    "split, checkpoint": {"config": MoEConfig("tokens", 2), "reentrant": False},
 }
 
 
 def all_cases(arm: str, ep: int) -> dict[str, Any]:
     from ovpatch_plugins.ddp.ddp_report import COUNTERS as REDUCED
-    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS as DIVIDED
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS as SHARDED
 
-    before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_sharded
+    before = REDUCED.backwards, SHARDED.steps, SHARDED.grads_sharded
     world = dist.get_world_size()
-    # Each case runs where a rank's experts are its own, by each reducer; on copies alone that is data parallelism.
+    # Each case runs if ranks have their own experts, by each reducer. If all ranks have copies of all experts, this is
+    # plain data parallelism, and some cases suffice.
     cases = on(world, CASES) if ep == 2 else some(CASES)
     with features(arm):
         results: dict[str, Any] = {name: train(arm, ep, **case) for name, case in cases.items()}
-    after = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_sharded
+    after = REDUCED.backwards, SHARDED.steps, SHARDED.grads_sharded
     return results | {"ran": [now > then for now, then in zip(after, before, strict=True)]}
 
 
@@ -296,7 +308,7 @@ def all_cases(arm: str, ep: int) -> dict[str, Any]:
 @pytest.mark.parametrize("arm", FEATURES)
 def test_training(ranks, world, ep, arm):
     for result in ranks(world)(all_cases, arm, ep):
-        assert result.pop("ran") == [arm != "stock", arm == "divided", arm == "divided"]
+        assert result.pop("ran") == [arm != "stock", arm == "sharded", arm == "sharded"]
         for name, records in result.items():
             for step, (wanted, mine) in enumerate(records):
                 try:
@@ -306,7 +318,7 @@ def test_training(ranks, world, ep, arm):
 
 
 def with_shared_experts(arm: str) -> list[Any]:
-    """A ready layer's shared experts are dense: the same on all ranks, and averaged over all."""
+    """Train a ready layer whose shared experts are dense: the same on all ranks, and averaged over all ranks."""
     with features(arm):
         torch.manual_seed(0)
         layer = ExpertParallelFFN(6, 5, 2 * dist.get_world_size(), shared=nn.Linear(6, 6))
@@ -333,7 +345,7 @@ def test_shared_experts_are_dense(ranks, arm):
 
 
 def frozen_later() -> list[bool]:
-    """An expert that is frozen after the wrap has no gradient, and does not move."""
+    """Freeze an expert after the wrap; return whether it has no gradient and does not move."""
     setup = Setup(2)
     optimizer = torch.optim.AdamW(setup.ddp.parameters(), 0.1)
     setup.loss(0).backward()
@@ -363,7 +375,8 @@ def without_synchronisation() -> dict[str, Any]:
     setup.ddp.zero_grad()
     with setup.ddp.no_sync():
         loss = setup.loss(0)
-    loss.backward()  # as under stock, the forward decides
+    # As in stock PyTorch, the forward decides.
+    loss.backward()
     after = setup.seen()["grad"]
     compare(inside, after).assert_bitwise()
     return inside
@@ -378,7 +391,7 @@ def test_no_sync_leaves_gradients_local(ranks):
 
 
 def around_an_exception(arm: str, ep: int, place: str, search: bool) -> list[Any]:
-    """Two clean steps around one whose backward fails, before or after the experts have their gradients."""
+    """Run two clean steps around a step whose backward fails before or after the experts have their gradients."""
     with features(arm):
         setup = Setup(ep, **({"find_unused_parameters": True} if search else {}))
         setup.model.bombs = setup.reference.bombs = place
@@ -409,7 +422,7 @@ def test_an_exception_in_backward_and_a_clean_step(ranks, world, ep, place):
 
 
 def failing_alone() -> tuple[str, list[Any]]:
-    """Rank 1 fails, where no all-to-all ties it to rank 0, which would otherwise wait for its experts' gradients."""
+    """Fail on rank 1 alone; no all-to-all ties it to rank 0, which would otherwise wait for its experts' gradients."""
     with features("ddp"):
         setup = Setup(1)
         setup.model.bombs = "early"
@@ -417,9 +430,8 @@ def failing_alone() -> tuple[str, list[Any]]:
         setup.ddp.zero_grad()
         Bomb.armed, text = setup.rank == 1, ""
         try:
-            setup.loss(
-                1, closed=1
-            ).backward()  # one expert's collective is launched at the end only
+            # One expert's collective is launched only at the end.
+            setup.loss(1, closed=1).backward()
         except RuntimeError as error:
             text = str(error)
         Bomb.armed = False
@@ -429,7 +441,7 @@ def failing_alone() -> tuple[str, list[Any]]:
         return text, [setup.both()]
 
 
-def test_an_exception_on_one_rank_keeps_nobody_waiting(ranks):
+def test_an_exception_on_one_rank_keeps_no_peer_waiting(ranks):
     (there, clean), (here, also_clean) = ranks(2)(failing_alone)
     assert "on another rank" in there
     assert "not really" in here
@@ -438,7 +450,7 @@ def test_an_exception_on_one_rank_keeps_nobody_waiting(ranks):
 
 
 def one_too_many(alone: bool) -> tuple[str, list[Any]]:
-    """A chunk marks more than was declared, on all ranks or on one, where no all-to-all ties the others to it."""
+    """Let chunks mark more gradients than declared, on all ranks or on one that no all-to-all ties to its peers."""
     with features("ddp"):
         setup = Setup(1, chunked=True)
         setup.loss(0).backward()
@@ -470,7 +482,7 @@ def test_a_surplus_is_an_error_on_all_ranks(ranks, alone):
 
 
 def other_backwards() -> list[Any]:
-    """A gradient that is only asked for; a forward without a backward."""
+    """Compute a gradient with ``autograd.grad()``, and run a forward without a backward."""
     with features("ddp"):
         setup = Setup(2)
         loss = setup.loss(0)
@@ -487,14 +499,14 @@ def other_backwards() -> list[Any]:
         return [*records, setup.both()]
 
 
-def test_further_backwards_and_those_that_add_nothing(ranks):
+def test_backwards_that_add_no_gradient_and_later_ones(ranks):
     for result in ranks(4)(other_backwards):
         for wanted, mine in result:
             compare(wanted, mine).assert_equal()
 
 
 def second_backwards() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A second backward through one forward, and the same backward under no_sync()."""
+    """Run a second backward through one forward, and the same backward inside of no_sync()."""
     with features("ddp"):
         twice, local = Setup(2), Setup(2)
         loss = twice.loss(0)
@@ -512,13 +524,13 @@ def second_backwards() -> tuple[dict[str, Any], dict[str, Any]]:
         return found
 
 
-def test_a_second_backward_stays_local_as_that_of_dense_parameters(ranks):
+def test_a_second_backward_stays_local_as_for_dense_parameters(ranks):
     for twice, local in ranks(4)(second_backwards):
         compare(twice, local).assert_bitwise()
 
 
 def hooked(ep: int) -> list[Any]:
-    """Hooks of the script, made after the wrap, change gradients before they are averaged, as of dense parameters."""
+    """Register hooks after the wrap that change gradients before they are averaged, as of dense parameters."""
 
     def halve(param: torch.Tensor) -> None:
         assert param.grad is not None
@@ -545,15 +557,16 @@ def test_hooks_of_the_script_come_before_the_average(ranks, world, ep):
             compare(wanted, mine).assert_equal()
 
 
-# ---------------------------------------------------------------- copies and further wrappers
+# ---------------------------------------------------------------- copies and more wrappers
 
 
 def copies(arm: str, ep: int) -> list[Any]:
-    """The wrapper, a copy, one out of a file, and one that was cast to fp64, as stock cannot, each for a step."""
+    """Train a step each with the wrapper, a copy, a loaded copy and an fp64 cast, which stock PyTorch cannot train."""
     with features(arm):
         setup = Setup(ep)
         group = setup.model.group
-        setup.model.group = None  # which cannot be copied, here as under stock
+        # In stock PyTorch and here, a group cannot be copied.
+        setup.model.group = None
         buffer = io.BytesIO()
         torch.save(setup.ddp, buffer)
         buffer.seek(0)
@@ -592,7 +605,7 @@ def lost_group() -> str:
     return error_of(twin, setup.data(0, 0))
 
 
-def test_a_copy_without_its_group_says_so(ranks):
+def test_a_copy_without_its_group_is_an_error(ranks):
     for text in ranks(2)(lost_group):
         assert "the ranks [0, 1]" in text
         assert text.endswith("expert_data_parallel(ddp.module, ...).")
@@ -612,7 +625,7 @@ def wrapped_again(ep: int) -> tuple[list[Any], str]:
 
 
 @pytest.mark.parametrize(("world", "ep"), WORLDS)
-def test_of_two_wrappers_the_later_one_has_the_experts(ranks, world, ep):
+def test_the_later_of_two_wrappers_has_the_experts(ranks, world, ep):
     for records, text in ranks(world)(wrapped_again, ep):
         for wanted, mine in records:
             compare(wanted, mine).assert_equal()

@@ -1,4 +1,4 @@
-"""What ``expert_data_parallel`` leaves alone, and what it refuses."""
+"""Parameters that ``expert_data_parallel`` does not touch, and arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.plugins.pipe_experts.test_data_parallel import Model, _group
 
 
 class Stacked(nn.Module):
-    """Experts' weights that are the model's own, and known by two names; a buffer and a module that DDP ignores."""
+    """A model that owns expert weights, one of them under two names, and a buffer and a module that DDP ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,12 +26,12 @@ class Stacked(nn.Module):
         self.expert.weight.data.fill_(rank)
         self.expert.register_buffer("seen", torch.full((1,), rank))
         self.tied = self.expert.weight
-        self.dense, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.other.weight.data.fill_(rank)
-        self._ddp_params_and_buffers_to_ignore = ["other.weight"]
+        self.dense, self.ignored = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.ignored.weight.data.fill_(rank)
+        self._ddp_params_and_buffers_to_ignore = ["ignored.weight"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.other(self.dense(self.expert(x @ self.stacked[0])))
+        return self.ignored(self.dense(self.expert(x @ self.stacked[0])))
 
 
 def ignored() -> dict[str, Any]:
@@ -47,11 +47,11 @@ def ignored() -> dict[str, Any]:
     return {**values, "grads": mine}
 
 
-def test_what_is_the_experts_is_left_alone_whatever_its_name(ranks):
+def test_state_of_the_experts_is_not_touched_under_any_name(ranks):
     results = ranks(2)(ignored)
     assert results[0]["grads"] != results[1]["grads"]
     for rank, values in enumerate(results):
-        for name in ("stacked", "frozen", "expert.weight", "expert.seen", "tied", "other.weight"):
+        for name in ("stacked", "frozen", "expert.weight", "expert.seen", "tied", "ignored.weight"):
             assert values[name] == rank, name
 
 

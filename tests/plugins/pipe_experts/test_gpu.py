@@ -1,4 +1,4 @@
-"""The feature on GPUs over NCCL: the cases of the other files, and what streams and half precision can get wrong."""
+"""The feature on GPUs over NCCL: cases of the other files, and faults of streams and low precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NCCL = {"backend": "nccl", "timeout": 120}
 
 
 @pytest.mark.parametrize("how", test_layer.HOWS)
-def test_any_layer_may_be_cut(ranks, how):
+def test_any_layer_can_be_cut(ranks, how):
     check(
         ranks(2),
         {name: test_layer.cut(case, how) for name, case in test_layer.CASES.items()},
@@ -33,7 +33,7 @@ def test_any_layer_may_be_cut(ranks, how):
 
 
 @pytest.mark.parametrize("module", ["stacked", "numbered"])
-def test_what_is_frozen(ranks, module):
+def test_frozen_parts(ranks, module):
     case = Case(module=module, tokens=(5, 0), config=MoEConfig("experts"))
     cases = {
         what: dataclasses.replace(case, frozen=names) for what, names in test_layer.FROZEN.items()
@@ -42,12 +42,12 @@ def test_what_is_frozen(ranks, module):
 
 
 def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function with all that it makes on the GPU."""
+    """Run a function whose new tensors are on the GPU."""
     with torch.device(device()):
         return function(*args)
 
 
-def test_every_part_hides_what_it_can(ranks):
+def test_each_part_hides_communication(ranks):
     part, back = test_order.PART, test_order.PART_BACK + test_order.GRADS
     for forward, backward in ranks(2)(on_gpu, test_order.run, MoEConfig("experts"), **NCCL):
         assert forward == ["launch", "launch", "shared", *part, *part, "wait", "wait"]
@@ -59,14 +59,14 @@ def test_every_part_hides_what_it_can(ranks):
 
 
 @pytest.mark.parametrize("what", ["no backward", "a backward"])
-def test_nothing_outlives_a_step(ranks, what):
-    assert ranks(2)(on_gpu, test_order.left_alive, what, **NCCL) == [[False, False]] * 2
+def test_no_state_outlives_a_step(ranks, what):
+    assert ranks(2)(on_gpu, test_order.list_alive, what, **NCCL) == [[False, False]] * 2
 
 
 def wide(dtype: torch.dtype, how: MoEConfig | None, delay: float = 0.0) -> dict[str, Tensor]:
-    """A layer wide enough for torch's grouped kernel; without ``how``, all experts on all ranks, one after the other.
+    """Compute a layer wide enough for torch's grouped kernel; without ``how``, compute all experts sequentially.
 
-    With ``delay``, ranks and streams are late by chance.
+    With ``delay``, ranks and streams are late at random.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def wide(dtype: torch.dtype, how: MoEConfig | None, delay: float = 0.0) -> dict[
     return {name: value.double().cpu() for name, value in found.items()}
 
 
-def test_bfloat16_is_hardly_farther_from_the_truth_than_one_expert_after_the_other(ranks):
+def test_the_error_of_bf16_is_hardly_larger_than_that_of_sequential_experts(ranks):
     truth, one_by_one = (
         ranks(2)(wide, dtype, None, **NCCL) for dtype in (torch.float64, torch.bfloat16)
     )
@@ -119,7 +119,7 @@ def test_bfloat16_is_hardly_farther_from_the_truth_than_one_expert_after_the_oth
 
 
 def repeated(config: MoEConfig, times: int) -> bool:
-    """Whether a layer computes the same bits every time, whoever is late."""
+    """Return whether a layer computes the same bits every time, with any delays of ranks."""
     first = wide(torch.bfloat16, config)
     torch.manual_seed(dist.get_rank())
     return all(

@@ -1,4 +1,4 @@
-"""Expert-parallel models of transformers, trained stock and patched."""
+"""Expert-parallel models of transformers train in stock PyTorch and patched."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MODELS = {
         "num_experts": 8,
     },
 }
-OTHERS = {"gpt_oss": {"intermediate_size": 24, "num_local_experts": 8, "head_dim": 8}}
+BIASED = {"gpt_oss": {"intermediate_size": 24, "num_local_experts": 8, "head_dim": 8}}
 OVER = {
     "data": {"fsdp_size": 2, "ep_size": 2},
     "tensor": {"tp_size": 2, "tp_plan": "auto", "ep_size": 2},
@@ -58,15 +58,15 @@ OVER = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return where a tiny model of each kind is saved."""
+    """Return the folder of a saved tiny model of each kind."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
-    for name, more in (MODELS | OTHERS).items():
+    for name, more in (MODELS | BIASED).items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **TINY, **more))
         model.save_pretrained(folder / name)
-    return {name: str(folder / name) for name in MODELS | OTHERS}
+    return {name: str(folder / name) for name in MODELS | BIASED}
 
 
 def loaded(
@@ -82,9 +82,8 @@ def loaded(
         "experts_implementation": experts,
     }
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
-    vars(nn.Module).get("smart_apply") and delattr(
-        nn.Module, "smart_apply"
-    )  # which transformers leaves there
+    # Transformers leaves the attribute on the class.
+    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
     return model
 
 
@@ -102,7 +101,7 @@ def train(
 
 
 def dtype_for(experts: str) -> torch.dtype:
-    """Return the most precise dtype that an implementation of experts knows."""
+    """Return the most precise dtype that an implementation of experts supports."""
     return torch.float64 if experts in ("eager", "batched_mm") else torch.float32
 
 
@@ -163,7 +162,7 @@ def check(
 
 
 def stock_run(run: Any, *args: Any, **kwargs: Any) -> list[list[Record]]:
-    """Train under stock; once for all tests that compare with it."""
+    """Train in stock PyTorch, once for all tests that compare with it."""
     key = (args if args[1:] else (*args, "data"), tuple(sorted(kwargs.items())))
     if key not in _stock_runs:
         _stock_runs[key] = run(train, *args, **kwargs)
@@ -181,24 +180,24 @@ WAYS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("over", ["data", "tensor"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_train_as_under_stock(ranks, saved, name, over):
+def test_models_train_as_in_stock_pytorch(ranks, saved, name, over):
     for options in WAYS[name]:
         for result in check(ranks, options, saved[name], over):
             assert result["stacked_calls"] == result["calls"]
             assert (result["parts"] > result["calls"]) == bool(options)
 
 
-def test_experts_of_which_there_are_two_copies(ranks, saved):
+def test_experts_with_two_copies(ranks, saved):
     check(ranks, {}, saved["mixtral"], "copies")
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
-def test_however_transformers_would_compute_experts(ranks, saved, experts):
+def test_each_implementation_of_experts(ranks, saved, experts):
     for result in check(ranks, {}, saved["mixtral"], experts=experts):
         assert result["stacked_calls"] > 0
 
 
-def of_its_own(self: nn.Module, *args: Any) -> Tensor:
+def scripted_experts(self: nn.Module, *args: Any) -> Tensor:
     """An implementation of experts that a script has registered."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -208,8 +207,8 @@ def of_its_own(self: nn.Module, *args: Any) -> Tensor:
 def with_own_experts(function: Any, *args: Any, **kwargs: Any) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register("of_its_own", of_its_own)
-    return function(*args, **kwargs, experts="of_its_own")
+    ALL_EXPERTS_FUNCTIONS.register("scripted_experts", scripted_experts)
+    return function(*args, **kwargs, experts="scripted_experts")
 
 
 def test_experts_that_a_script_computes(ranks, saved):
@@ -223,7 +222,7 @@ def test_experts_that_a_script_computes(ranks, saved):
 
 
 def overriding_class(path: str) -> list[Record]:
-    """A script's implementation, which weighs what comes back, is transformers' class but for that."""
+    """Train with a script's subclass of an implementation of transformers; it scales the combined tokens."""
     from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
     class Weighing(AllToAllEP):
@@ -235,7 +234,7 @@ def overriding_class(path: str) -> list[Record]:
 
 
 def replaced_forward(path: str) -> list[Record]:
-    """A script replaces the experts' forward, as libraries of kernels do."""
+    """Train with experts whose forward a script has replaced, as libraries of kernels do."""
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     before = MixtralExperts.forward
@@ -263,10 +262,10 @@ def turned_on(function: Any, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [overriding_class, replaced_forward, replaced_in_the_registry])
-def test_what_a_script_has_put_in_the_place_of_transformers_is_called(ranks, saved, change):
+def test_replacements_of_a_script_are_called(ranks, saved, change):
     plain = stock_run(ranks(2), saved["mixtral"], steps=1)[0]
     right, found = ranks(2)(change, saved["mixtral"]), ranks(2)(turned_on, change, saved["mixtral"])
-    assert compare(plain, right[0], floor=1e-9).verdict is Verdict.DIFFERENT, "it does something"
+    assert compare(plain, right[0], floor=1e-9).verdict is Verdict.DIFFERENT, "the change acts"
     for stock, ours in zip(right, found, strict=True):
         compare(stock, ours, floor=1e-9).assert_equal()
 
@@ -274,7 +273,7 @@ def test_what_a_script_has_put_in_the_place_of_transformers_is_called(ranks, sav
 @pytest.mark.parametrize(
     "missing", ["", "_dispatch_tokens", "_combine_tokens", "tp_mesh", "experts_forward"]
 )
-def test_a_release_that_is_built_in_another_way_is_left_alone(monkeypatch, missing):
+def test_a_release_with_other_attributes_is_left_to_transformers(monkeypatch, missing):
     from transformers.distributed.expert_parallel import AllToAllEP
 
     made = object.__new__(AllToAllEP)
@@ -286,14 +285,14 @@ def test_a_release_that_is_built_in_another_way_is_left_alone(monkeypatch, missi
 
 
 def experts_alone(path: str) -> list[Record]:
-    """Train the experts alone, on tokens of which one rank's part gets none."""
+    """Train the experts alone, on tokens that go to no expert of one rank."""
     model = loaded(path)
     for name, param in model.named_parameters():
         if "router.bias" in name:
             with torch.no_grad():
-                whole = torch.zeros(8).index_fill(0, torch.tensor([1, 2, 3]), -1e4).to(param.dtype)
+                biases = torch.zeros(8).index_fill(0, torch.tensor([1, 2, 3]), -1e4).to(param.dtype)
                 here = param.to_local() if isinstance(param, DTensor) else param
-                here.copy_(whole.chunk(2)[dist.get_rank()] if len(here) < 8 else whole)
+                here.copy_(biases.chunk(2)[dist.get_rank()] if len(here) < 8 else biases)
         param.requires_grad_("experts" in name)
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1)
     return [step(model, optimizer, number, "data") for number in range(2)]
@@ -308,7 +307,7 @@ def test_experts_with_biases_trained_alone(ranks, saved):
         compare(stock, ours, floor=1e-9).assert_equal()
 
 
-def test_it_can_be_named(ranks, saved):
+def test_the_implementation_can_be_named(ranks, saved):
     check(
         ranks,
         {},
@@ -319,7 +318,7 @@ def test_it_can_be_named(ranks, saved):
 
 
 def mixed(path: str, experts: str, dtype: torch.dtype, autocast: bool) -> Record:
-    """One backward in half precision, or under autocast."""
+    """Run one backward in a low precision, or under autocast."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -349,21 +348,20 @@ def mixed_and_patched(*args: Any) -> Record:
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
 )
-def test_products_are_of_the_dtype_that_they_are_of_under_stock(
-    ranks, saved, experts, dtype, autocast
-):
+def test_gemms_have_the_dtypes_of_stock_pytorch(ranks, saved, experts, dtype, autocast):
     arguments = (saved["mixtral"], experts, dtype, autocast)
     for stock, ours in zip(
         ranks(2)(mixed, *arguments), ranks(2)(mixed_and_patched, *arguments), strict=True
     ):
-        if experts == "grouped_mm" and dtype == torch.float32:  # summed up in another order
+        # The grouped kernel sums in another order.
+        if experts == "grouped_mm" and dtype == torch.float32:
             compare(stock, ours, floor=1e-8).assert_equal()
         else:
             compare(stock, ours).assert_bitwise()
 
 
 def experts_once(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Experts alone, on tokens and routes that are the same numbers in any dtype, and their gradients in float64."""
+    """Compute experts alone on values and routes that are equal in all dtypes; return float64 gradients."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -396,7 +394,7 @@ def experts_once_patched(path: str, options: dict[str, Any]) -> dict[str, Tensor
     return found
 
 
-def test_half_precision_is_no_farther_from_the_truth_than_transformers(ranks, saved):
+def test_the_error_of_bf16_is_no_larger_than_that_of_transformers(ranks, saved):
     path = saved["mixtral"]
     truth, stock = (
         ranks(2)(experts_once, path, dtype) for dtype in (torch.float64, torch.bfloat16)
@@ -413,7 +411,7 @@ def test_half_precision_is_no_farther_from_the_truth_than_transformers(ranks, sa
 
 
 def reverted(path: str) -> Record:
-    """Train on after the feature was turned off, in the same model."""
+    """Train, turn the feature off, and continue with the same model."""
     calls = []
     with ovpatch.applied("pipe_experts"):
         model = loaded(path)
@@ -425,7 +423,7 @@ def reverted(path: str) -> Record:
     return {"records": records, "calls": calls, "keys": sorted(model.state_dict())}
 
 
-def test_it_can_be_turned_off_in_the_middle(ranks, saved):
+def test_the_feature_can_be_turned_off_in_the_middle(ranks, saved):
     for right, result in zip(
         stock_run(ranks(2), saved["mixtral"]), ranks(2)(reverted, saved["mixtral"]), strict=True
     ):
@@ -434,22 +432,22 @@ def test_it_can_be_turned_off_in_the_middle(ranks, saved):
 
 
 def disagreeing(path: str) -> None:
-    """Ranks that would cut layers in different ways."""
+    """Train on ranks that would cut layers in different ways."""
     cut = ["experts", "tokens"][dist.get_rank()]
     with ovpatch.applied("pipe_experts", options={"pipe_experts": {"cut": cut}}):
         train(path, steps=1)
 
 
-def test_ranks_that_differ_are_told(ranks, saved):
+def test_ranks_with_different_cuts_raise(ranks, saved):
     for error in ranks(2)(error_of, disagreeing, saved["mixtral"]):
         assert "cut" in error
         assert error.rstrip().endswith("leaves layers to torch.")
 
 
 def checkpoints(path: str, folder: str, first: bool, second: bool) -> Record:
-    """Save with one arm, load with the other, and go on.
+    """Save with one arm, load with the other, and continue.
 
-    Cut by experts: in MindSpeed that numbers them anew.
+    Layers are cut by experts, because in MindSpeed this cut renumbers them.
     """
     model = None
     for number, on in enumerate((first, second)):

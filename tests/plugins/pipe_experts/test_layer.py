@@ -1,4 +1,4 @@
-"""Expert-parallel layers against all experts in one process, and against the layer that is not cut."""
+"""Expert-parallel layers compute the values of one process with all experts, and of a layer that is not cut."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def cut(case: Case, how: str, **changes: Any) -> Case:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_it_computes_what_one_process_does(ranks, world):
+def test_layers_compute_the_values_of_one_process(ranks, world):
     check(ranks(world), {how: cut(Case(steps=3), how) for how in HOWS})
 
 
 @pytest.mark.parametrize("how", ["none", "experts", "2 chunks", "5 chunks"])
-def test_any_layer_may_be_cut(ranks, how):
+def test_any_layer_can_be_cut(ranks, how):
     check(ranks(2), {name: cut(case, how) for name, case in CASES.items()})
 
 
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
-def test_what_is_frozen(ranks, module):
-    """Weights, or tokens, of which a rank may have none, and experts that no token goes to."""
+def test_frozen_parts(ranks, module):
+    """Weights or tokens are frozen, some ranks have no tokens, and some experts get none."""
     cases = {
         f"{what}, {how}": cut(
             Case(), how, frozen=names, tokens=(5, 0) if "without" in what else (7, 4)
@@ -100,7 +100,7 @@ def test_what_is_frozen(ranks, module):
 
 
 def wants_grad(cases: dict[str, Case]) -> list[str]:
-    """Return the layers whose output wants a gradient."""
+    """Return the layers whose output requires a gradient."""
     found = []
     for name, case in cases.items():
         model = OverRanks(case)
@@ -111,7 +111,7 @@ def wants_grad(cases: dict[str, Case]) -> list[str]:
     return found
 
 
-def test_nothing_is_wanted_of_what_is_frozen_as_a_whole(ranks):
+def test_fully_frozen_layers_require_no_gradient(ranks):
     cases = {
         f"{module}, {how}": cut(Case(module=module), how)
         for module in ("stacked", *KINDS)
@@ -130,8 +130,8 @@ def test_ten_steps(ranks, world, local, top_k, favourites):
     check(ranks(world), {how: cut(case, how) for how in ("experts", "2 chunks")})
 
 
-def test_groups_of_experts_leave_all_bits_as_they_are(ranks):
-    # Rows of 64 bytes: MKL rounds by where rows lie, on some processors, and behind others they lie elsewhere.
+def test_groups_of_experts_keep_all_bits(ranks):
+    # Rows have 64 bytes, because on some processors MKL rounds by the address of a row, and cuts change addresses.
     cases = {
         f"{module}, {local}, {how}": cut(Case(local=local, module=module, sizes=(8, 8)), how)
         for module in ("stacked", *KINDS)
@@ -157,7 +157,7 @@ def reentrant(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def twice(model: nn.Module, x: Tensor) -> Tensor:
-    """A backward through a graph that is kept, and then the one that counts."""
+    """Run a backward through a retained graph, before the backward that counts."""
     out: Tensor = model(x)
     out.square().sum().backward(retain_graph=True)
     x.grad = None
@@ -166,11 +166,11 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [not_reentrant, reentrant, twice])
-def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
+def test_checkpoints_and_retained_graphs(ranks, forward):
     modules, hows = ("stacked", "separate", "numbered"), ("experts", "2 chunks")
     cases = {
-        f"{one}, {how}": cut(Case(module=one, tokens=(6, 0)), how)
-        for one in modules
+        f"{module}, {how}": cut(Case(module=module, tokens=(6, 0)), how)
+        for module in modules
         for how in hows
     }
     check(ranks(2), cases, forward=forward)
@@ -192,7 +192,7 @@ def test_any_numbers_of_tokens(ranks, tokens, local, top_k, how, favourites, see
 
 
 def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:
-    """A layer under autocast; without ``how`` one after the other, by linears."""
+    """Compute a layer under autocast; without ``how``, sequentially by linears."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(1)
     up, down = torch.randn(4, 8, 6, generator=generator), torch.randn(4, 6, 8, generator=generator)
@@ -224,14 +224,14 @@ def test_autocast(ranks, activation):
         )
         for right, found in pairs:
             assert found["out"].dtype == right["out"].dtype == torch.float32
-            assert torch.equal(right["out"], found["out"]), "the same products, in bfloat16"
+            assert torch.equal(right["out"], found["out"]), "the same GEMMs, in bfloat16"
             assert torch.equal(right["x"], found["x"])
             for name in ("up", "down"):
                 assert (found[name] - right[name]).abs().max() < 0.02 * right[name].abs().max()
 
 
 def step_function() -> list[Any]:
-    """An activation that passes no gradient on: nothing reaches the first weight, as in any graph."""
+    """Return whether weights have no gradient after an activation that passes none on, as in any graph."""
     found: list[Any] = []
     for delay in (True, False):
         layer = ExpertParallelFFN(
@@ -270,7 +270,7 @@ def test_tables_of_other_lengths_are_refused(ranks):
 
 
 def different_top_k() -> str:
-    """Ranks route tokens to different numbers of experts, by which they would choose different parts."""
+    """Route tokens to different numbers of experts on each rank, by which ranks would choose different parts."""
     top_k = 1 + dist.get_rank()
     x, weights = torch.randn(6, 8), (torch.randn(2, 10, 8), torch.randn(2, 8, 10))
     index, top = torch.zeros(6, top_k, dtype=torch.int64), torch.ones(6, top_k)
@@ -279,7 +279,7 @@ def different_top_k() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_differ_in_experts_of_a_token_are_told(ranks):
+def test_ranks_with_different_numbers_of_experts_of_a_token_raise(ranks):
     for text in ranks(2)(different_top_k):
         assert "experts of a token" in text
         assert text.rstrip().endswith("leaves layers to torch.")

@@ -22,7 +22,7 @@ CASES |= {
 
 
 def train_in_mode(case: Case, mode: str) -> list[Record]:
-    """Train three steps; the first forward runs inside of the mode, or after one in it."""
+    """Train three steps; the first forward runs inside of the mode, or follows a forward in it."""
     calls = []
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def train_in_mode(case: Case, mode: str) -> list[Record]:
 def train_all_in_mode(mode: str) -> dict[str, list[Record]]:
     found = {}
     for name, case in CASES.items():
-        # The worker has run other modes, and each is to be the first use.
+        # The worker has run other modes, but each mode must be the first use.
         get_positions_on.cache_clear()
         with named(f"{name} in {mode}"):
             found[name] = train_in_mode(case, mode)

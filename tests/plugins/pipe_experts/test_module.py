@@ -1,4 +1,4 @@
-"""The module: what it refuses, how it is copied, saved and compiled; and what the report says."""
+"""The module: refused arguments, copies, checkpoints and compiled calls; and the lines of the report."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def copied() -> list[bool]:
     buffer = io.BytesIO()
     torch.save(layer, buffer)
     buffer.seek(0)
-    others = [
+    twins = [
         copy.deepcopy(layer),
         torch.load(buffer, weights_only=False),
         made(shared=nn.Linear(HIDDEN, HIDDEN)),
     ]
-    others[2].load_state_dict(layer.state_dict())
+    twins[2].load_state_dict(layer.state_dict())
     assert sorted(layer.state_dict()) == ["down", "shared.bias", "shared.weight", "up"]
-    return [torch.equal(right, other(x, index, top)) for other in others]
+    return [torch.equal(right, twin(x, index, top)) for twin in twins]
 
 
 def test_copies_pickles_and_checkpoints(ranks):
@@ -59,7 +59,7 @@ def test_copies_pickles_and_checkpoints(ranks):
 
 
 def capacity() -> list[Tensor]:
-    """All tokens to one expert, which takes two of them."""
+    """Send all tokens to one expert, which takes two of them."""
     layer = made(capacity_factor=1.0, activation="relu")
     x, index = torch.ones(8, HIDDEN), torch.zeros(8, 1, dtype=torch.long)
     out = layer(x, index, torch.ones(8, 1))
@@ -73,7 +73,7 @@ def test_capacity_factor(ranks):
 
 
 def compiled() -> list[Any]:
-    """A compiled model with the layer in it, and an eager one."""
+    """Train a compiled model with the layer in it, and an eager one."""
     results = []
     for compiles in (False, True):
         torch.manual_seed(7)
@@ -103,7 +103,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_is_refused(ranks):
+def test_bad_arguments_are_refused(ranks):
     for shared, activation in ranks(2)(refused):
         assert "3 experts cannot be shared evenly by 2 ranks" in shared
         assert "Choose one of swiglu, gelu, relu, silu" in activation
@@ -113,8 +113,8 @@ def test_what_is_refused(ranks):
         _ = pipe_experts.nonsense
 
 
-def of_which_group() -> tuple[bool, list[str]]:
-    """Without a group the default one is meant; ranks that a group lacks are told."""
+def use_groups() -> tuple[bool, list[str]]:
+    """Compare no group with the default group, and return the errors of a rank that is not in the group."""
     index, top = routing()
     x, experts = torch.randn(TOKENS, HIDDEN), [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
     outs = [run_experts(experts, x, index, top, group) for group in (None, dist.group.WORLD)]
@@ -130,8 +130,8 @@ def of_which_group() -> tuple[bool, list[str]]:
     return torch.equal(*outs), found
 
 
-def test_of_which_group(ranks):
-    (same, _), (also_same, texts) = ranks(2)(of_which_group)
+def test_the_default_group_and_a_group_without_this_rank(ranks):
+    (same, _), (also_same, texts) = ranks(2)(use_groups)
     assert same
     assert also_same
     assert len(texts) == 2
@@ -157,20 +157,18 @@ def reported() -> dict[str, int]:
 
 def test_the_report(ranks):
     for found in ranks(2)(reported):
-        others = {"taken_over": 0, "library_experts": 0, "symmetric": 0}
-        assert found == {"calls": 1, "parts": 2, "stacked_calls": 1, **others}
+        zeros = {"taken_over": 0, "library_experts": 0, "symmetric": 0}
+        assert found == {"calls": 1, "parts": 2, "stacked_calls": 1, **zeros}
 
 
-def test_nothing_to_take_over_is_said(monkeypatch):
+def test_the_report_says_why_the_feature_had_no_effect(monkeypatch):
     from ovpatch_plugins.pipe_experts import pipe_experts_feature
     from ovpatch_plugins.pipe_experts import pipe_experts_options as options
     from ovpatch_plugins.pipe_experts import pipe_experts_report as report
 
     monkeypatch.setattr(report, "COUNTERS", report.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    assert not pipe_experts_feature.list_remarks(), (
-        "nor is there a library whose layers could be found"
-    )
+    assert not pipe_experts_feature.list_remarks(), "no library is loaded that could have layers"
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
     (remark,) = pipe_experts_feature.list_remarks()
     assert "no expert-parallel layer was found" in remark
@@ -179,7 +177,7 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     (remark,) = pipe_experts_feature.list_remarks()
     assert "try cut=experts" in remark
     monkeypatch.setattr(options.STATE, "config", MoEConfig("none"))
-    assert not pipe_experts_feature.list_remarks(), "as was said"
+    assert not pipe_experts_feature.list_remarks(), "the user chose cut=none"
     monkeypatch.setattr(options.STATE, "config", MoEConfig())
     report.COUNTERS.stacked_calls = 1
     assert not pipe_experts_feature.list_remarks()
@@ -197,5 +195,5 @@ def without_its_group() -> str:
     return str(caught.value)
 
 
-def test_a_layer_whose_group_is_gone(ranks):
+def test_a_layer_whose_group_was_destroyed(ranks):
     assert all("does not exist here" in text for text in ranks(2)(without_its_group))

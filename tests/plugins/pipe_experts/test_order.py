@@ -1,4 +1,4 @@
-"""In which order things are launched, waited for and computed: what is to hide what."""
+"""The order in which a layer launches and awaits communication and computes, by which the two overlap."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Record what the feature launches, waits for and computes."""
+    """Record the launches, waits and computations of the feature."""
     found: list[str] = []
     watched = [
         (all_to_all.Transfer, "start_forward", "launch"),
         (all_to_all.Transfer, "wait_forward", "wait"),
         (all_to_all.Transfer, "start_backward", "launch back"),
         (all_to_all.Transfer, "wait_backward", "wait back"),
-        (grouped_gemm, "grouped_linear", "product"),
+        (grouped_gemm, "grouped_linear", "gemm"),
         (grouped_gemm, "grouped_dgrad", "input gradient"),
         (grouped_gemm, "accumulate_wgrad", "weight gradient"),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, said in watched:
-            patch.setattr(owner, name, recording(found, said, getattr(owner, name)))
+        for owner, name, label in watched:
+            patch.setattr(owner, name, recording(found, label, getattr(owner, name)))
         yield found
 
 
-def recording(found: list[str], said: str, function: Any) -> Any:
+def recording(found: list[str], label: str, function: Any) -> Any:
     def record(*args: Any, **kwargs: Any) -> Any:
-        found.append(said)
+        found.append(label)
         return function(*args, **kwargs)
 
     return record
 
 
 class Shared(torch.autograd.Function):
-    """Stands for shared experts, and says when they are computed."""
+    """Shared experts that record when they are computed."""
 
     @staticmethod
     def forward(ctx: Any, found: list[str], x: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ def run(config: MoEConfig) -> tuple[list[str], list[str]]:
     return forward, found
 
 
-PART = ["wait", "product", "product", "launch"]
+PART = ["wait", "gemm", "gemm", "launch"]
 PART_BACK = ["wait back", "input gradient", "input gradient", "launch back"]
 GRADS = ["weight gradient", "weight gradient"]
 
 
-def test_every_part_hides_what_it_can(ranks):
+def test_each_part_hides_communication(ranks):
     for forward, backward in ranks(2)(run, MoEConfig("experts")):
         assert forward == ["launch", "launch", "shared", *PART, *PART, "wait", "wait"]
         assert backward == [
@@ -128,9 +128,9 @@ def run_backward(config: MoEConfig, trained: tuple[str, ...], for_input_alone: b
         (MoEConfig("experts"), ("down",), False, 2),
         (MoEConfig("experts", delay_wgrad=False), ("up", "down"), True, 0),
     ],
-    ids=["frozen", "partly frozen", "asked for the input alone"],
+    ids=["frozen", "partly frozen", "gradient of the input alone"],
 )
-def test_weight_gradients_that_nobody_wants_cost_nothing(
+def test_unused_weight_gradients_cost_nothing(
     ranks, config, trained, for_input_alone, weight_grads
 ):
     for backward in ranks(2)(run_backward, config, trained, for_input_alone):
@@ -138,11 +138,11 @@ def test_weight_gradients_that_nobody_wants_cost_nothing(
         assert backward.count("input gradient") == backward.count("launch back") == 4
 
 
-def of_own(count: int) -> list[str]:
-    """The schedule alone, with communication of one's own."""
+def run_schedule_alone(count: int) -> list[str]:
+    """Run the schedule with the test's own communication; return the events."""
     found: list[str] = []
 
-    class Under:
+    class Transfer:
         def __init__(self, name: str, rows: Tensor) -> None:
             found.append(f"launch {name}")
             self.name, self.rows = name, rows
@@ -156,15 +156,15 @@ def of_own(count: int) -> list[str]:
         return rows * 3
 
     x = torch.ones(count, 2, requires_grad=True)
-    outs, other = run_pipelined(
-        lambda part: Under(f"there {part}", x[part]),
+    outs, shared = run_pipelined(
+        lambda part: Transfer(f"there {part}", x[part]),
         compute,
-        lambda part, rows: Under(f"back {part}", rows),
+        lambda part, rows: Transfer(f"back {part}", rows),
         count,
         before_wait=lambda part: found.append(f"before {part}"),
-        shared_experts=lambda: "other",
+        shared_experts=lambda: "shared",
     )
-    assert other == "other"
+    assert shared == "shared"
     assert torch.equal(torch.stack(outs), x * 3)
     torch.stack(outs).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3))
@@ -178,11 +178,15 @@ def test_the_schedule_alone(count):
     ]
     launches = [f"launch there {i}" for i in range(count)]
     waits = [f"wait back {i}" for i in range(count)]
-    assert of_own(count) == [*launches, *(step for part in parts for step in part), *waits]
+    assert run_schedule_alone(count) == [
+        *launches,
+        *(step for part in parts for step in part),
+        *waits,
+    ]
 
 
 def ways_back(multi_stream: bool) -> list[bool]:
-    """Over which communicators parts are sent: whether each is the layer's own group."""
+    """Return, for each all-to-all, whether it uses the layer's own group."""
     found, own, before = [], dist.group.WORLD, dist.all_to_all_single
     layer, inputs = made(MoEConfig("experts", multi_stream=multi_stream))
 
@@ -196,13 +200,13 @@ def ways_back(multi_stream: bool) -> list[bool]:
     return found
 
 
-def test_rows_come_back_on_a_communicator_of_their_own(ranks):
+def test_rows_come_back_on_their_own_communicator(ranks):
     assert ranks(2)(ways_back, False) == [[True] * 5] * 2, "counts, there and back"
     assert ranks(2)(ways_back, True) == [[True] * 3 + [False] * 2] * 2
 
 
-def left_alive(what: str) -> list[bool]:
-    """Whether weights that were computed, and what is known of them, outlive a step."""
+def list_alive(what: str) -> list[bool]:
+    """Return whether computed weights, and the state of their gradients, outlive a step."""
     world = dist.get_world_size()
     source = torch.randn(2, 6, 4, requires_grad=True)
     x, index = torch.randn(6, 4, requires_grad=True), torch.arange(12).view(6, 2) % (2 * world)
@@ -235,21 +239,20 @@ def left_alive(what: str) -> list[bool]:
         elif what == "an exception":
             with contextlib.suppress(ValueError):
                 out.sum().backward()
-            torch.ones(
-                (), requires_grad=True
-            ).backward()  # until then the engine keeps what it had still to do
+            # Until the next backward, the engine keeps the tasks that the exception left.
+            torch.ones((), requires_grad=True).backward()
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
 
 
 @pytest.mark.parametrize("what", ["no backward", "a backward", "an exception"])
-def test_nothing_outlives_a_step(ranks, what):
-    assert ranks(2)(left_alive, what) == [[False, False]] * 2
+def test_no_state_outlives_a_step(ranks, what):
+    assert ranks(2)(list_alive, what) == [[False, False]] * 2
 
 
 def indifferent() -> Tensor | None:
-    """Experts of the last rank return what has nothing to do with what arrived."""
+    """Run experts that ignore the arrived rows on the last rank; return the gradient of the input."""
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     sizes = [1] * world
     x = torch.full((2, world, 3), float(rank), requires_grad=True)
@@ -263,13 +266,13 @@ def indifferent() -> Tensor | None:
     return x.grad
 
 
-def test_ranks_whose_experts_ignore_what_arrives_take_part_in_backward(ranks):
+def test_ranks_whose_experts_ignore_arrived_rows_take_part_in_backward(ranks):
     for grad in ranks(2)(indifferent):
         assert grad.tolist() == [[[2.0] * 3, [0.0] * 3]] * 2
 
 
 def in_place() -> list[Tensor]:
-    """Experts that compute in what has arrived."""
+    """Train experts that compute in place in the arrived rows, and out of place."""
     found = []
     for inside in (True, False):
         torch.manual_seed(dist.get_rank())
@@ -310,36 +313,36 @@ def test_rows_are_waited_for_once(ranks):
 
 
 def hooks_and_graphs() -> dict[str, Any]:
-    """What hooks of weights that several parts use see; gradients for some alone; a second derivative."""
+    """Return the hooks that fired, gradients of full and partial backwards, and the error of a second derivative."""
     torch.manual_seed(dist.get_rank())
     layer, inputs = made(MoEConfig("tokens", 3))
     x, fired = inputs[0], list[str]()
     layer.up.register_hook(lambda grad: fired.append("hook"))
     layer.up.register_post_accumulate_grad_hook(lambda param: fired.append("accumulated"))
     layer(*inputs).square().sum().backward()
-    whole = {"x": x.grad, "up": layer.up.grad, "down": layer.down.grad}
+    full = {"x": x.grad, "up": layer.up.grad, "down": layer.down.grad}
     out = layer(*inputs).square().sum()
-    (of_x,) = torch.autograd.grad(out, [x], retain_graph=True)
-    (of_up,) = torch.autograd.grad(out, [layer.up])
+    (x_grad,) = torch.autograd.grad(out, [x], retain_graph=True)
+    (up_grad,) = torch.autograd.grad(out, [layer.up])
     try:
         (first,) = torch.autograd.grad(layer(*inputs).square().sum(), [x], create_graph=True)
         first.sum().backward()
         refused = ""
     except RuntimeError as error:
         refused = str(error)
-    return {"fired": fired, "whole": whole, "x": of_x, "up": of_up, "refused": refused}
+    return {"fired": fired, "full": full, "x": x_grad, "up": up_grad, "refused": refused}
 
 
-def test_hooks_fire_once_and_gradients_can_be_asked_for(ranks):
+def test_hooks_fire_once_and_single_gradients_can_be_computed(ranks):
     for found in ranks(2)(hooks_and_graphs):
         assert found["fired"] == ["hook", "accumulated", "hook"]
-        assert torch.equal(found["x"], found["whole"]["x"])
-        assert torch.equal(found["up"], found["whole"]["up"])
+        assert torch.equal(found["x"], found["full"]["x"])
+        assert torch.equal(found["up"], found["full"]["up"])
         assert "once_differentiable" in found["refused"]
 
 
 def interrupted() -> list[bool]:
-    """An exception in the second part's backward, on all ranks, and then a step without one."""
+    """Raise in the second part's backward on all ranks, and then run a clean step."""
     torch.manual_seed(dist.get_rank())
     layer, inputs = made(MoEConfig("tokens", 3))
     leaves = [inputs[0], layer.up, layer.down]
@@ -364,10 +367,8 @@ def interrupted() -> list[bool]:
         patch.setattr(grouped_gemm, "accumulate_wgrad", failing)
         with pytest.raises(ValueError, match="on purpose"):
             out.backward(retain_graph=True)
-    runs = (
-        gradients(out),
-        gradients(layer(*inputs).square().sum()),
-    )  # through the graph that is left, and a new one
+    # The second backward runs through the remaining graph, the third one through a new graph.
+    runs = (gradients(out), gradients(layer(*inputs).square().sum()))
     return [torch.equal(a, b) for found in runs for a, b in zip(right, found, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""All-to-alls over symmetric memory: the kernel, interpreted, over files that the processes share."""
+"""All-to-alls over symmetric memory: the interpreted kernel, over files that the processes share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.rarely import RARELY
 CPU = torch.device("cpu")
 SMALL = {"channels": 3, "slot": 64, "depth": 2, "block": 8}
 
-# Rows for each rank of each rank: the largest take many turns of a ring, and some pairs none.
+# The number of rows from each rank to each rank. The largest take many turns of a ring, and some pairs have no rows.
 COUNTS = {
     2: (
         [[3, 40], [25, 1]],
@@ -53,7 +53,7 @@ WIDTHS = ((8, torch.float32), (3, torch.bfloat16), (5, torch.uint8), (1, torch.f
 
 
 def drawn(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The rows of a pair of ranks, which both can draw."""
+    """Return the rows of a pair of ranks, which both ranks can draw."""
     generator = torch.Generator().manual_seed(100 * source + 10 * to + count)
     return torch.randint(0, 200, (count, width), generator=generator).to(dtype)
 
@@ -71,7 +71,7 @@ def sent_and_right(
 def wrong(
     transport: SymmAllToAll, table: list[list[int]], rank: int, width: int, dtype: torch.dtype
 ) -> bool:
-    """Whether rows that are sent, and sent back, are not what they should be."""
+    """Return whether rows, sent and sent back, arrive with wrong values."""
     rows, right = sent_and_right(table, rank, width, dtype)
     sent, received = table[rank], [of[rank] for of in table]
     found, back = torch.full_like(right, 77), torch.full_like(rows, 77)
@@ -81,7 +81,7 @@ def wrong(
 
 
 def exchanged(delay: float) -> list[str]:
-    """Names of what goes wrong, by groups of 2, 3 and 4 ranks; ranks come late at random."""
+    """Return the names of wrong exchanges of groups of 2, 3 and 4 ranks that come late at random."""
     memory.allocate = allocate
     rank, chance, found = dist.get_rank(), random.Random(dist.get_rank()), []
     for world, tables in COUNTS.items():
@@ -99,7 +99,7 @@ def exchanged(delay: float) -> list[str]:
     return found
 
 
-def test_rows_go_where_they_belong():
+def test_rows_reach_their_ranks():
     assert interpreted(exchanged, 0.01, world=4) == [[]] * 4
 
 
@@ -125,7 +125,7 @@ RACED = Case(local=1, top_k=1, config=MoEConfig("auto", 2, exchange="auto"), tok
 
 
 def trained(cases: tuple[Case, ...]) -> tuple[list[tuple[list[Any], int]], list[str]]:
-    """What layers' training sees, and how many all-to-alls were over symmetric memory; who won races."""
+    """Return records of layers' training, their numbers of all-to-alls over symmetric memory, and winners of races."""
     allow()
     layer.MIN_ROWS, found = 1, []
     with forced(2) as won:
@@ -157,7 +157,7 @@ def test_it_may_win_a_race(monkeypatch):
         assert won == ["none, symmetric", "tokens 2, symmetric"], "forward; forward and backward"
 
 
-def test_what_is_chosen_between():
+def test_candidates_of_the_choice():
     known = list(list_candidates(2, 4, 2))
     assert list(list_candidates(2, 4, 2, "symmetric")) == [f"{name}, symmetric" for name in known]
     both = list_candidates(2, 4, 2, "auto")
@@ -170,8 +170,8 @@ def test_what_is_chosen_between():
         make_plan(2, 4, exchange="nccl")
 
 
-def stood_down(why: str, config: MoEConfig) -> tuple[int, str, list[str]]:
-    """How many all-to-alls are over symmetric memory, the error or "", and what the report says; values are c10d's."""
+def fall_back(why: str, config: MoEConfig) -> tuple[int, str, list[str]]:
+    """Return the number of all-to-alls over symmetric memory, the error or "", and the report; check c10d's values."""
     before, objection, made = COUNTERS.symmetric, memory.unsupported_reason, memory.allocate
     if why:
         memory.unsupported_reason = lambda group, device: ""
@@ -195,7 +195,7 @@ def lacking(why: str, size: int, group: Any, device: torch.device, prepare: Any)
     if dist.get_rank() == 1:
         raise RuntimeError(f"{why}\nand a trace")
     prepare(torch.empty(size, dtype=torch.uint8))
-    raise AssertionError("the others would wait for this rank")
+    raise AssertionError("the peers would wait for this rank")
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,11 @@ def lacking(why: str, size: int, group: Any, device: torch.device, prepare: Any)
 )
 def test_without_gpus_or_memory_auto_is_c10d_and_symmetric_an_error(ranks, why, reason):
     start = "rows are sent by c10d's all-to-alls, not over symmetric memory: "
-    for count, error, lines in ranks(2)(stood_down, why, MoEConfig("auto", 2, exchange="auto")):
+    for count, error, lines in ranks(2)(fall_back, why, MoEConfig("auto", 2, exchange="auto")):
         assert count == 0
         assert error == ""
         assert lines == [f"{start}{reason}"]
-    for count, error, lines in ranks(2)(
-        stood_down, why, MoEConfig("experts", exchange="symmetric")
-    ):
+    for count, error, lines in ranks(2)(fall_back, why, MoEConfig("experts", exchange="symmetric")):
         assert count == 0
         assert (
             f"exchange=symmetric of feature 'pipe_experts' cannot act here: {reason}. Set "
@@ -223,7 +221,7 @@ def test_without_gpus_or_memory_auto_is_c10d_and_symmetric_an_error(ranks, why, 
 
 
 def compiled(aligned: bool) -> Any:
-    """Compile the kernel for an H200 without one."""
+    """Compile the kernel for an H200 on a machine without one."""
     fixed = {
         "WORLD": 8,
         "CHANNELS": 16,
@@ -246,18 +244,18 @@ def compiled(aligned: bool) -> Any:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_rows_are_moved_by_16_bytes_where_they_can(aligned, tmp_path, monkeypatch):
+def test_aligned_rows_are_moved_by_16_bytes(aligned, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx = compiled(aligned).asm["ptx"]
     assert ("ld.global.v4" in ptx and "st.global.v4" in ptx) == aligned
     assert ("ld.global.cg.v4" in ptx) == aligned, (
-        "slots are read past the first cache, which others' stores leave stale"
+        "slots are read past the first cache, which stores of peers leave stale"
     )
     assert ptx.count("release") >= 2
     assert ptx.count("acquire") >= 2
 
 
-def test_a_slot_holds_whole_blocks_and_a_ring_two_slots():
+def test_a_slot_holds_full_blocks_and_a_ring_two_slots():
     transport = inspect.signature(SymmAllToAll.__init__).parameters
     for size, _ in all_to_all._WORDS:
         assert transport["slot"].default // size % transport["block"].default == 0

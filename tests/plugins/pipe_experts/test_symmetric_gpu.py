@@ -1,4 +1,4 @@
-"""All-to-alls over symmetric memory on GPUs: against NCCL's, and what streams, rings and late ranks can get wrong."""
+"""All-to-alls over symmetric memory on GPUs agree with NCCL's, also with late streams, rings and ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def symmetric(config: MoEConfig) -> MoEConfig:
 
 
 def trained(cases: list[Case]) -> list[Any]:
-    """What training sees, by cases, and how many all-to-alls were over symmetric memory."""
+    """Return the records of training, by cases, and their numbers of all-to-alls over symmetric memory."""
     found = []
     for case in cases:
         before = COUNTERS.symmetric
@@ -60,7 +60,7 @@ def test_any_layer(ranks, gpus):
 
 
 def differing(hows: list[MoEConfig]) -> list[str]:
-    """What is not bitwise what NCCL's all-to-alls give."""
+    """Return the tensors that differ in a bit from the results of NCCL's all-to-alls."""
     found = []
     for how in hows:
         ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
@@ -74,7 +74,7 @@ def differing(hows: list[MoEConfig]) -> list[str]:
     )
 
 
-def test_all_bits_are_those_of_nccl(ranks, gpus):
+def test_all_bits_are_the_bits_of_nccl(ranks, gpus):
     hows = [
         MoEConfig("none"),
         MoEConfig("experts", 2),
@@ -100,31 +100,36 @@ def test_delays_change_nothing(ranks, how):
 
 
 def late(rounds: int) -> int:
-    """How many numbers are wrong, of rows there and back on two streams, of ranks and streams that are late at random.
+    """Return the number of wrong values of rows sent there and back on two streams; ranks and streams are late.
 
-    Counts are uneven, and some zero; widths are odd, too. Each number tells where it came from.
+    Counts are uneven, and some are zero; some widths are odd. Each value encodes its sender and receiver.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    alike, chance = random.Random(7), random.Random(rank)
+    common, chance = random.Random(7), random.Random(rank)
     transport = get_transport(dist.group.WORLD, device())
     assert transport is not None, all_to_all.list_unsupported_reasons()
     streams = [torch.cuda.Stream() for _ in range(2)]
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     torch.cuda.synchronize()
     for i in range(rounds):
-        most = alike.choice((3, 200, 6000))
+        most = common.choice((3, 200, 6000))
         counts = [
-            [alike.choice((0, 1, alike.randrange(most))) for _ in range(world)]
+            [common.choice((0, 1, common.randrange(most))) for _ in range(world)]
             for _ in range(world)
         ]
-        width, dtype = alike.choice(
+        width, dtype = common.choice(
             ((2048, torch.bfloat16), (7, torch.float32), (5, torch.int16), (3, torch.uint8))
         )
         sent, received = counts[rank], [of[rank] for of in counts]
         with torch.cuda.stream(streams[i % 2]):
-            rows = torch.cat([told(rank, to, count, width, dtype) for to, count in enumerate(sent)])
+            rows = torch.cat(
+                [make_rows(rank, to, count, width, dtype) for to, count in enumerate(sent)]
+            )
             right = torch.cat(
-                [told(source, rank, count, width, dtype) for source, count in enumerate(received)]
+                [
+                    make_rows(source, rank, count, width, dtype)
+                    for source, count in enumerate(received)
+                ]
             )
             found, back = torch.empty_like(right), torch.empty_like(rows)
             torch.cuda._sleep(chance.randrange(200_000))
@@ -137,7 +142,7 @@ def late(rounds: int) -> int:
     return int(wrong)
 
 
-def told(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
+def make_rows(source: int, to: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
     numbers = torch.arange(count * width, device=device()).view(count, width)
     return (numbers * 7 + 31 * source + 17 * to).remainder(251).to(dtype)
 
@@ -147,7 +152,7 @@ def test_late_ranks_and_streams_change_nothing(ranks, gpus):
 
 
 def unawaited() -> list[bool]:
-    """Whether memory stays as it is that is taken while rows that nobody will wait for are still to come."""
+    """Return whether memory keeps its values although rows that no rank waits for would have arrived in it before."""
     world, count = dist.get_world_size(), 4096
     transport, found = get_transport(dist.group.WORLD, device()), []
     assert transport is not None, all_to_all.list_unsupported_reasons()
@@ -157,18 +162,18 @@ def unawaited() -> list[bool]:
         torch.cuda._sleep(50_000_000)
         transport.start_transfer(into, rows, [count] * world, [count] * world)
         del into, rows
-        others = [torch.zeros(world * count, 512, device=device()) for _ in range(2)]
+        newer = [torch.zeros(world * count, 512, device=device()) for _ in range(2)]
         torch.cuda.synchronize()
-        found.append(not any(other.any() for other in others))
+        found.append(not any(tensor.any() for tensor in newer))
     return found
 
 
-def test_rows_that_nobody_waits_for_overwrite_nothing(ranks, gpus):
+def test_rows_that_no_rank_waits_for_overwrite_no_memory(ranks, gpus):
     assert ranks(gpus)(unawaited, **NCCL) == [[True] * 5] * gpus
 
 
 def checkpointed(config: MoEConfig) -> list[Tensor]:
-    """Two layers, each on a stream of its own, and each computed again in backward."""
+    """Run two layers, each on its own stream and computed again in the backward."""
     torch.manual_seed(dist.get_rank())
     world, dtype = dist.get_world_size(), torch.bfloat16
     layers = [

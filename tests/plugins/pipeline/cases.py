@@ -1,4 +1,4 @@
-"""Pipelines that are run stock and patched, and what a step of them yields."""
+"""Pipelines that train in stock PyTorch and patched, and the results of their steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
 from tests.plugins.pipeline.order_sources import SOURCES, STOCK_SOURCES
 
-#: Whether stages may pass on what gets no gradient. Torch 2.11 expects a gradient for each tensor that is sent.
+#: Whether stages may pass on tensors that get no gradient. Torch 2.11 expects a gradient for each tensor that is sent.
 MAY_LACK_GRADIENTS = hasattr(PipelineStage, "_get_grad_send_meta")
 
 
 class Stage(PipelineStage):
-    """A stage that sends nothing to its own rank, as stock torch 2.11 does at first, also on gloo, which cannot."""
+    """A stage that sends nothing to its own rank, which gloo cannot do, although stock torch 2.11 does so at first."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [
@@ -31,7 +31,7 @@ class Stage(PipelineStage):
 
 
 def compute_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the loss in the output's dtype: the backward of torch 2.11 fails where the two differ."""
+    """Return the loss in the dtype of the output, because the backward of torch 2.11 fails if the two differ."""
     return nn.functional.mse_loss(output, target.to(output.dtype))
 
 
@@ -104,14 +104,19 @@ def make_schedule(
     return made, parts
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> list[Any]:
-    """Return losses, outputs, gradients and parameters of all steps."""
-    schedule, parts = make_schedule(case, group)
-    params = [
+def list_params(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of this rank's stages, by stage and name."""
+    return [
         (f"{i}.{name}", param)
         for i, part in enumerate(parts)
         for name, param in part.named_parameters()
     ]
+
+
+def train(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> list[Any]:
+    """Return the losses, outputs, gradients and parameters of all steps."""
+    schedule, parts = make_schedule(case, group)
+    params = list_params(parts)
     optimizer = torch.optim.AdamW([param for _, param in params if param.requires_grad], lr=1e-2)
     return run_steps(case, schedule, params, optimizer, seed)
 
@@ -152,7 +157,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Return where two results differ in a bit."""
+    """Return the places where two results differ in a bit."""
     if isinstance(a, dict):
         return [text for key in a for text in differences(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list):
@@ -178,7 +183,7 @@ def train_both(
     stock: list[Any] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Train stock, unless its results are given, and patched, and compare."""
+    """Train in stock PyTorch, unless its results are given, and patched, and compare."""
     stock = train(case, group) if stock is None else stock
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, **options}})
     before = counters()
@@ -195,7 +200,7 @@ def train_both(
 
 @dataclass
 class Outcome:
-    """What a comparison found: differing tensors, what the counters advanced by, and the remarks."""
+    """The result of a comparison: differing tensors, the advances of the counters, and the remarks."""
 
     differences: list[str]
     counters: dict[str, int]

@@ -1,4 +1,4 @@
-"""The families of transformers that ``cut()`` divides: the table of docs/cut-families.md.
+"""The families of transformers that ``cut()`` splits: the table of docs/cut-families.md.
 
 python -m tests.plugins.pipeline.cut_families docs/cut-families.md              # all, in half an hour
 python -m tests.plugins.pipeline.cut_families docs/cut-families.md "not tried"  # with such outcomes
@@ -54,14 +54,16 @@ def try_family(task: str, family: str) -> str:
         except ImportError as error:
             named = re.search(r"requires the ([-\w]+) library|No module named '(\w+)'", str(error))
             return f"not tried: needs {(named[1] or named[2]) if named else 'another package'}"
-        except Exception as error:  # noqa: BLE001 - of a configuration whose sizes do not fit
+        # The sizes of some configurations do not fit each other.
+        except Exception as error:  # noqa: BLE001
             return _describe_failure(error)
         if sum(param.numel() for param in model.parameters()) > _MOST_PARAMS:
             return "not tried: has too many parameters"
         try:
             inputs, lacking = _find_inputs(model, task)
-            expected = _train_whole(model, inputs)
-        except Exception as error:  # noqa: BLE001 - of inputs or sizes that do not fit
+            expected = _train_full_model(model, inputs)
+        # The inputs or sizes of some models do not fit.
+        except Exception as error:  # noqa: BLE001
             return _describe_failure(error)
         try:
             difference, is_exact = _compare(model, inputs, *expected)
@@ -85,7 +87,7 @@ def _describe_failure(error: Exception) -> str:
 
 
 def _find_inputs(model: nn.Module, task: str) -> tuple[Batch, str]:
-    """Return a batch that a model takes, and what a family of the task should take but this batch lacks."""
+    """Return a batch that a model takes, and the inputs of the task that this batch lacks."""
     failure: Exception | None = None
     for has_pictures in (True, False) if "image" in task else (False,):
         for inputs in make_inputs(model, ROWS * MICROBATCHES, has_pictures=has_pictures):
@@ -128,19 +130,19 @@ def _split(inputs: Batch) -> list[Batch]:
     return [{name: part[index] for name, part in parts.items()} for index in range(MICROBATCHES)]
 
 
-def _train_whole(model: nn.Module, inputs: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
+def _train_full_model(model: nn.Module, inputs: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the losses and gradients of a copy of the model, without dropout."""
-    # A change of mode clears what earlier forwards have kept, as the attention biases of LeViT.
-    whole = copy.deepcopy(model).train().eval()
+    # A change of mode clears the caches of earlier forwards, such as the attention biases of LeViT.
+    full_model = copy.deepcopy(model).train().eval()
     losses: list[Tensor] = []
     for microbatch in _split(inputs):
-        losses.append(_loss(select_output(whole(**microbatch))))
+        losses.append(_loss(select_output(full_model(**microbatch))))
         losses[-1].backward()
-    for param in whole.parameters():
+    for param in full_model.parameters():
         if param.grad is not None:
             param.grad.div_(MICROBATCHES)
     return torch.stack(losses).detach(), {
-        name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)
+        name: p.grad for name, p in full_model.named_parameters(remove_duplicate=False)
     }
 
 
@@ -152,11 +154,11 @@ def _compare(
     Args:
         model: The model.
         inputs: A batch.
-        losses: Those of the whole model.
-        grads: Gradients of the whole model, by name.
+        losses: The losses of the full model.
+        grads: Gradients of the full model, by name.
 
     Returns:
-        What differs by more than rounding, and whether all bits of both are equal, but for those of tied weights.
+        The tensor that differs by more than rounding, and whether all bits of both are equal, except of tied weights.
     """
     model.train()
     made = cut(
@@ -183,7 +185,7 @@ def _compare(
         id(param.grad) for shared in made._shared_grads for param in shared._param.find_params()
     }
     is_exact = all(id(value) in tied or _are_same(value, wanted) for _, value, wanted in pairs)
-    # Rounding is all that some gradients have, as those of biases of keys.
+    # Some gradients consist of rounding alone, such as gradients of the biases of keys.
     scale = max(
         (wanted.abs().max().item() for _, _, wanted in pairs if wanted is not None), default=0.0
     )
@@ -193,14 +195,14 @@ def _compare(
 
 
 def _are_same(found: Tensor | None, wanted: Tensor | None) -> bool:
-    """Return whether all bits are equal; None is zeros."""
+    """Return whether all bits are equal; None means zeros."""
     if found is None or wanted is None:
         return not _differ(found, wanted, 0.0)
     return torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
 def _differ(found: Tensor | None, wanted: Tensor | None, scale: float) -> bool:
-    """Return whether tensors differ by more than rounding of values of a scale; None is zeros."""
+    """Return whether tensors differ by more than rounding of values of a scale; None means zeros."""
     if found is None or wanted is None:
         left = found if wanted is None else wanted
         return left is not None and bool(left.any())
@@ -249,10 +251,10 @@ def read_table(page: str) -> dict[tuple[str, str], str]:
 
 
 def join_outcomes(by_rank: Iterable[list[str]]) -> list[str]:
-    """Return the outcomes, with those of all ranks if these differ."""
+    """Return the outcomes, with the outcomes of all ranks if these differ."""
     joined = []
     for own in zip(*by_rank, strict=True):
-        # A rank may have the stages that round otherwise.
+        # A rank may own the stages that round in another way.
         is_cut = all(outcome.startswith("cut") for outcome in own)
         joined.append(max(own, key=len) if is_cut or len(set(own)) == 1 else " / ".join(own))
     return joined
@@ -260,9 +262,8 @@ def join_outcomes(by_rank: Iterable[list[str]]) -> list[str]:
 
 def main(path: str, kind: str = "") -> None:
     """Renew the table in a page, or its rows whose outcome matches a pattern."""
-    from tests.plugins.pipeline.cut_families import (
-        try_all as job,  # ranks find no function of __main__
-    )
+    # Ranks find no function of __main__.
+    from tests.plugins.pipeline.cut_families import try_all as job
     from tests.support.pool import Pool
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""Modules of stages, in the variants that a deferred weight gradient has to cope with."""
+"""Modules of stages, in the variants that a deferred weight gradient must support."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WIDTH, ROWS = 12, 3
 
 
 class Block(nn.Module):
-    """A residual block: norm, two linears and, as asked for, dropout and a checkpoint.
+    """A residual block: norm, two linears and, by option, dropout and a checkpoint.
 
     Attributes:
-        runs: Forwards so far, those of a recomputation included.
+        runs: Forwards so far, including recomputations.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Raw(nn.Module):
 
 
 class Variant(nn.Module):
-    """Three linears of which the middle one, ``b``, is used in a particular way."""
+    """Three linears; the middle one, ``b``, is used in the way that ``kind`` names."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def _reduce_some(order: list[Any]) -> list[Any]:
 
 
 def _reduce_first(order: list[Any]) -> list[Any]:
-    """Reduce the gradients of each stage before its last backward, whose gradients are then not scaled."""
+    """Reduce the gradients of each stage before its last backward, which leaves the later gradients unscaled."""
     changed = [action for action in order if not _has_kind(action, "REDUCE_GRAD")]
     for reduction in (action for action in order if _has_kind(action, "REDUCE_GRAD")):
         last = max(

@@ -1,4 +1,4 @@
-"""Plain models that are cut into stages: of transformers, in tiny configurations, and a script's own."""
+"""Plain models that are cut into stages: tiny models of transformers, and models as scripts write them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WORDS, CONTEXT = 32, 8
 
 
 class Decoder(nn.Module):
-    """A decoder as scripts write it: learned positions read directly, dropout before the blocks, a tied head.
+    """A decoder as scripts write it, with learned positions, dropout before the blocks, and perhaps a tied head.
 
     Args:
         tied: Whether the head is the embedding.
-        dropout: Behind the embedding and in the blocks.
+        dropout: The probability after the embedding and in the blocks.
         residuals: ``inside`` the blocks or ``outside``, in the loop.
     """
 
@@ -60,7 +60,7 @@ class DecoderBlock(nn.Module):
 
 
 class Skipping(Decoder):
-    """Its last block also reads what the first one returned."""
+    """A decoder whose last block also reads the output of the first one."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         seen = [self.embed(ids)]
@@ -72,7 +72,7 @@ class Skipping(Decoder):
 
 
 class Reused(Decoder):
-    """Its embedding is added again behind the blocks, and a trainable table is given to all of them."""
+    """A decoder that adds its embedding again after the blocks and gives a trainable table to all blocks."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         x, scale = self.embed(ids), torch.sigmoid(self.positions[: ids.shape[1], 0])
@@ -83,7 +83,7 @@ class Reused(Decoder):
 
 
 class Skewed(Decoder):
-    """Its blocks pass on transposed tensors, and it reads a weight of its embedding in all stages."""
+    """A decoder whose blocks pass on transposed tensors; all stages read a weight of its embedding."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         x = (
@@ -98,7 +98,7 @@ class Skewed(Decoder):
 
 
 class Indexed(Decoder):
-    """Its blocks also pass on indices, as of the positions that a sparse attention reads."""
+    """A decoder whose blocks also pass on indices, such as the positions that a sparse attention reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ class IndexedBlock(DecoderBlock):
 
 
 class Stateful(Decoder):
-    """Its blocks have counters, caches, running statistics, generators and hooks.
+    """A decoder whose blocks have counters, caches, running statistics, generators and hooks.
 
     Args:
-        shared: ``counter`` or ``generator``, which all blocks have in common.
+        shared: The object that all blocks share: ``counter``, ``generator`` or none.
     """
 
     def __init__(self, shared: str = "") -> None:
@@ -142,7 +142,7 @@ class Stateful(Decoder):
 
 
 class StatefulBlock(DecoderBlock):
-    """A block whose output depends on how often it has run."""
+    """A block whose output depends on the number of its calls."""
 
     def __init__(self, counter: list[int], generator: torch.Generator) -> None:
         super().__init__(0.0, True)
@@ -161,13 +161,13 @@ class StatefulBlock(DecoderBlock):
 
 
 class Training(Decoder):
-    """Differs in training from what it computes in evaluation.
+    """A decoder that computes in training other values than in evaluation.
 
     Args:
-        way: ``noise``: all blocks get noise of the model's. ``gated noise``: they get it through a gate that starts at
-            zero. ``reads``: the later blocks read what the first one returned. ``writes``: the forward writes a
+        way: ``noise``: all blocks get noise of the model. ``gated noise``: they get it through a gate that starts at
+            zero. ``reads``: the later blocks read the output of the first one. ``writes``: the forward writes a
             parameter, in evaluation too.
-        layerdrop: The probability with which it skips a block.
+        layerdrop: The probability with which the forward skips a block.
     """
 
     def __init__(self, way: str = "", layerdrop: float = 0.0) -> None:
@@ -194,11 +194,11 @@ class Training(Decoder):
 
 
 class Seeing(nn.Module):
-    """Reads pictures and text, as models of transformers do.
+    """A model that reads pictures and text, as models of transformers do.
 
-    The forward calls a module's part without the module, before it and after it, and reads a tower's dtype from its
-    parameters. The tower's forward depends on values, and its first call registers hooks. The forward also reads the
-    parameters of a tower that it does not call, as of sounds that this batch does not have.
+    The forward calls a part of a module without the module, before it and after it, and reads the dtype of a tower from
+    its parameters. The tower's forward depends on values, and its first call registers hooks. The forward also reads
+    the parameters of a tower that it does not call, such as a tower for sounds, which this batch does not have.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class Seeing(nn.Module):
 
 
 class Embedded(Decoder):
-    """A decoder that is given embedded words."""
+    """A decoder that reads embedded words."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         for layer in self.layers:
@@ -229,7 +229,7 @@ class Embedded(Decoder):
 
 
 class Tower(nn.Module):
-    """Returns the hidden states of pictures, which its hooks collect."""
+    """A tower that returns the hidden states of pictures, which its hooks collect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ STATES: list[Tensor] = []
 
 
 class Named(nn.Module):
-    """A model in an attribute named ``module``, as of a wrapper."""
+    """A model in an attribute named ``module``, like the model of a wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,10 +318,11 @@ def language_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def differ(where: str, one: Tensor | None, other: Tensor | None, tolerance: float) -> list[str]:
-    """Return how a tensor differs from another one by more than a part of the largest value; 0: by any bit."""
-    if one is None or other is None:
-        return [] if one is other else [f"{where}: {one} and {other}"]
-    difference = (one - other).abs().max().item()
-    limit = tolerance * max(1.0, other.abs().max().item()) if tolerance else 0.0
-    return [] if one.shape == other.shape and difference <= limit else [f"{where}: {difference}"]
+def differ(where: str, found: Tensor | None, wanted: Tensor | None, tolerance: float) -> list[str]:
+    """Describe how a tensor differs from another one by more than a part of the largest value; 0: by any bit."""
+    if found is None or wanted is None:
+        return [] if found is wanted else [f"{where}: {found} and {wanted}"]
+    difference = (found - wanted).abs().max().item()
+    limit = tolerance * max(1.0, wanted.abs().max().item()) if tolerance else 0.0
+    is_equal = found.shape == wanted.shape and difference <= limit
+    return [] if is_equal else [f"{where}: {difference}"]

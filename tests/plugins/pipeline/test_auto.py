@@ -1,4 +1,4 @@
-"""schedule=auto: it measures, solves, races and keeps the faster order, alike on all ranks, with stock's bits."""
+"""schedule=auto measures, solves, races and keeps the faster order, the same on all ranks, with the bits of torch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.plugins.pipeline.test_data_parallel import SETTINGS
 from tests.support.rarely import ALL_CASES
 
-# Here steps are trained for their bits, of which a turn shorter than a real one tells as much.
+# These tests compare bits. For that, a turn shorter than a real one is enough.
 WARM_UP, MEASURED, TIMED = 1, 2, 1
-FEW = 3  # rounds of a lap, the fewest that can tell
+# The fewest rounds of a lap that can decide a race.
+FEW = 3
 LAP = FEW * 2 * (1 + TIMED)
 RACE = WARM_UP + MEASURED + 2 * SETTLING
 STEPS = RACE + LAP + 2
@@ -61,10 +62,10 @@ CASES = {
 
 
 def _plant_costs(cache: str) -> pytest.MonkeyPatch:
-    """Plant costs of F, B and W with which the solved order is another one, whatever a busy machine takes.
+    """Plant costs of F, B and W with which the solved order differs from the given one, also on a busy machine.
 
-    With Bs as short as Fs nothing would be faster than ZBV. The solver looks for a good order for seconds; here it need
-    not be good.
+    If Bs were as short as Fs, no order would be faster than ZBV. The solver searches for a good order for seconds; here
+    it may stop early.
     """
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
@@ -86,7 +87,7 @@ def _fit(case: Case) -> Case:
 
 
 def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
-    """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
+    """Train with ``schedule=auto``; the given order wins (0), or the solved one (1)."""
     patch = _plant_costs(cache)
     patch.setattr(
         race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner)
@@ -98,7 +99,9 @@ def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, world: int) -> None:
+def test_each_step_has_the_bits_of_torch_whichever_order_wins(
+    ranks: Any, tmp_path: Path, world: int
+) -> None:
     names = (
         [*CASES]
         if world == 2
@@ -118,7 +121,7 @@ def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, worl
             ), text
 
 
-def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path) -> None:
+def test_the_given_order_stays_if_it_is_faster(ranks: Any, tmp_path: Path) -> None:
     for outcomes in ranks(2)(_run, ["Schedule1F1B"], str(tmp_path), 0, timeout=120):
         outcome = outcomes["Schedule1F1B"]
         assert not outcome.differences, outcome.differences[:4]
@@ -130,15 +133,15 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
         assert "Schedule1F1B runs as 1f1b" in text, text
 
 
-def _evaluate_behind_each_step(cache: str, replicas: int) -> tuple[list[str], float, list[str]]:
-    """Train with evaluations in between, which give buffers back and have shapes inferred again, until orders race."""
+def _evaluate_after_each_step(cache: str, replicas: int) -> tuple[list[str], float, list[str]]:
+    """Train until orders race, and evaluate after each step, which frees buffers and has torch infer shapes again."""
     mesh = init_device_mesh("cpu", (2, replicas), mesh_dim_names=("pp", "dp"))
     group, patch = mesh["pp"].get_group(), _plant_costs(cache)
     case = Case(steps=1, microbatches=4)
     if replicas > 1:
         replicated = mesh["dp"].get_group()
         case = dataclasses.replace(
-            case, wrap=lambda one: DistributedDataParallel(one, process_group=replicated)
+            case, wrap=lambda module: DistributedDataParallel(module, process_group=replicated)
         )
     rank = mesh.get_local_rank("pp")
 
@@ -165,15 +168,19 @@ def _evaluate_behind_each_step(cache: str, replicas: int) -> tuple[list[str], fl
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evaluations_between_steps(ranks: Any, tmp_path: Path, replicas: int) -> None:
     for changes, largest, remarks in ranks(2 * replicas)(
-        _evaluate_behind_each_step, str(tmp_path), replicas
+        _evaluate_after_each_step, str(tmp_path), replicas
     ):
-        # Stock's reducer, armed by the inference, reduces the first microbatch twice, and so rounds once more.
+        # The inference arms torch's reducer, which then reduces the first microbatch twice, and so rounds once more.
         assert largest < 1e-6 if replicas > 1 else not changes
         assert any("races against the order as given" in remark for remark in remarks), remarks
 
 
-def _look_at_what_stays(cache: str) -> tuple[list[str], list[str], list[set[bool]]]:
-    """Train as given, and until that has won a race; return why stage 0 does not defer, and whether it did in turns."""
+def _find_deferrals(cache: str) -> tuple[list[str], list[str], list[set[bool]]]:
+    """Train as given, and until that order has won a race.
+
+    Returns:
+        The reasons of stage 0 not to defer as given and after the race, and for each order whether it had a reason.
+    """
     patch, turns = _plant_costs(cache), list[set[bool]]([set(), set()])
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + candidate)
     add_time = race.Race.add_time
@@ -197,9 +204,11 @@ def _look_at_what_stays(cache: str) -> tuple[list[str], list[str], list[set[bool
         patch.undo()
 
 
-def test_an_order_defers_in_the_race_and_behind_it_as_without(ranks: Any, tmp_path: Path) -> None:
+def test_an_order_defers_during_and_after_the_race_as_without_a_race(
+    ranks: Any, tmp_path: Path
+) -> None:
     """Rank 0 sends no input gradient: as given it defers nothing, and the solved order defers Ws."""
-    (given, auto, turns), _ = ranks(2)(_look_at_what_stays, str(tmp_path), timeout=120)
+    (given, auto, turns), _ = ranks(2)(_find_deferrals, str(tmp_path), timeout=120)
     assert (
         given
         == auto
@@ -212,7 +221,7 @@ def test_an_order_defers_in_the_race_and_behind_it_as_without(ranks: Any, tmp_pa
 
 
 class _HostEvent:
-    """An event on a device that is as far as its host."""
+    """An event on a device that keeps up with its host."""
 
     def record(self, _stream: Any) -> None:
         self.time_s = time.perf_counter()
@@ -220,12 +229,12 @@ class _HostEvent:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: _HostEvent) -> float:
-        return 1000 * (other.time_s - self.time_s)
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return 1000 * (end.time_s - self.time_s)
 
 
-def _find_costs_behind_a_race(cache: str) -> tuple[list[str], float]:
-    """Return which computations the report has costs of behind a race, and the bubble, where the device tells late."""
+def _find_costs_after_a_race(cache: str) -> tuple[list[str], float]:
+    """Return the computations whose costs the report has after a race, and the bubble, if the device is read late."""
     patch = _plant_costs(cache)
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
     patch.setattr(
@@ -244,8 +253,8 @@ def _find_costs_behind_a_race(cache: str) -> tuple[list[str], float]:
 
 
 def test_costs_of_orders_that_lost_are_forgotten(ranks: Any, tmp_path: Path) -> None:
-    """As given, rank 0 runs full backwards; what the device tells of the last one came behind the choice."""
-    for kinds, bubble in ranks(2)(_find_costs_behind_a_race, str(tmp_path), timeout=120):
+    """As given, rank 0 runs full backwards; the device reports the last one after the choice."""
+    for kinds, bubble in ranks(2)(_find_costs_after_a_race, str(tmp_path), timeout=120):
         assert kinds == ["B", "F", "W"]
         assert bubble > -0.3
 
@@ -256,8 +265,10 @@ def test_costs_of_orders_that_lost_are_forgotten(ranks: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "spare", "limits"),
     [
-        ("auto", [90.0, 90.0], [40.0, 40.0]),  # twice what 1F1B holds
-        ("auto", [8.0, 90.0], [28.0, 40.0]),  # what the first rank has free beside two microbatches
+        # Twice the memory of 1F1B.
+        ("auto", [90.0, 90.0], [40.0, 40.0]),
+        # The free memory of the first rank, besides two microbatches.
+        ("auto", [8.0, 90.0], [28.0, 40.0]),
         ("auto", [-5.0, 90.0], [20.0, 40.0]),
         ("auto", [], [20.0, 20.0]),
         ("1x", [90.0, 90.0], [20.0, 20.0]),
@@ -273,7 +284,7 @@ def test_what_a_memory_limit_means(text: str, spare: list[float], limits: list[f
     assert list(problem.memory_limit) == limits
 
 
-def test_an_order_may_hold_what_the_one_as_given_holds() -> None:
+def test_an_order_may_hold_as_much_as_the_given_order() -> None:
     costs = Costs.uniform(2, forward=1, backward=1, weight=1)
     measured = PipelineCosts(costs, Footprint((10.0, 10.0), (10.0, 10.0)), [0.0, 90.0], draws=False)
     stock = build_order("gpipe", ranks=2, microbatches=8)
@@ -307,7 +318,7 @@ def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path)
 
 
 def _run_undecided(cache: str) -> tuple[Outcome, Outcome, list[str]]:
-    """Train twice where turns of both orders take longer and shorter at random, and then where one is faster."""
+    """Train twice: first turns of both orders scatter at random, then one order is faster."""
     case = Case(steps=RACE + LAPS * LAP + 2, microbatches=4)
     patch = _plant_costs(cache)
     noise = [1.0, 1.3, 0.8]
@@ -325,7 +336,7 @@ def _run_undecided(cache: str) -> tuple[Outcome, Outcome, list[str]]:
         patch.undo()
 
 
-def test_a_race_that_noise_decides_goes_on_and_is_not_kept(ranks: Any, tmp_path: Path) -> None:
+def test_a_race_that_noise_decides_continues_and_is_not_kept(ranks: Any, tmp_path: Path) -> None:
     for first, second, files in ranks(2)(_run_undecided, str(tmp_path), timeout=120):
         assert not first.differences, first.differences[:4]
         assert not second.differences, second.differences[:4]
@@ -351,7 +362,7 @@ def _run_without_rival(cache: str) -> tuple[Outcome, Outcome]:
         patch.undo()
 
 
-def test_that_no_order_is_faster_is_kept(ranks: Any, tmp_path: Path) -> None:
+def test_a_run_keeps_the_finding_that_no_order_is_faster(ranks: Any, tmp_path: Path) -> None:
     for first, second in ranks(2)(_run_without_rival, str(tmp_path), timeout=120):
         assert "the order as given stays: no order is expected to be faster" in " ".join(
             first.remarks
@@ -363,7 +374,7 @@ def test_that_no_order_is_faster_is_kept(ranks: Any, tmp_path: Path) -> None:
 
 
 def _simulate(ratio: float, noise: float, seed: int) -> race.Verdict:
-    """Race two orders of which the second takes ``ratio`` times as long, on a machine whose speed drifts."""
+    """Race two orders on a machine whose speed drifts; the second order takes ``ratio`` times as long."""
     random = Random(seed)
     verdict = judge([[1.0], [1.0]])
     seconds: list[list[float | None]] = [[], []]
@@ -380,13 +391,19 @@ def _simulate(ratio: float, noise: float, seed: int) -> race.Verdict:
 
 @pytest.mark.parametrize("noise", [0.003, 0.03, 0.15])
 @pytest.mark.parametrize("ratio", [0.8, 0.95, 1.0, 1.05, 1.3])
-def test_what_is_kept_is_not_slower_by_more_than_two_percent(ratio: float, noise: float) -> None:
+def test_a_kept_order_is_not_slower_by_more_than_two_percent(ratio: float, noise: float) -> None:
     verdicts = [_simulate(ratio, noise, seed) for seed in range(200)]
-    wrong = sum(one.is_sure and (1.0, ratio)[one.best] > 1.02 * min(1.0, ratio) for one in verdicts)
-    assert wrong <= 10  # of 200: three looks at 97.5%
-    assert all(one.best == 0 for one in verdicts if not one.is_sure)
+    wrong = sum(
+        verdict.is_sure and (1.0, ratio)[verdict.best] > 1.02 * min(1.0, ratio)
+        for verdict in verdicts
+    )
+    # Each of 200 races decides up to three times at 97.5%.
+    assert wrong <= 10
+    assert all(verdict.best == 0 for verdict in verdicts if not verdict.is_sure)
     if noise < 0.01:
-        assert all(one.is_sure and one.best == (ratio < 1) for one in verdicts if ratio != 1.0)
+        assert all(
+            verdict.is_sure and verdict.best == (ratio < 1) for verdict in verdicts if ratio != 1.0
+        )
 
 
 @pytest.mark.parametrize("ratio", [0.993, 0.999, 1.001])
@@ -396,8 +413,8 @@ def test_an_order_that_is_not_clearly_faster_does_not_replace_the_given_one(rati
 
 
 def test_one_turn_that_took_long_decides_nothing() -> None:
-    given, other = [1.0, 1.0, 5.0, 1.0], [1.01, 1.01, 1.01, 1.01]
-    assert judge([given, other]).best == 0
+    given, solved = [1.0, 1.0, 5.0, 1.0], [1.01, 1.01, 1.01, 1.01]
+    assert judge([given, solved]).best == 0
     assert judge([[1.0] * 4, [0.95, 0.95, 5.0, 0.95]]).best == 0
     assert judge([[1.0] * 4, [0.95] * 4]).best == 1
 
@@ -430,7 +447,7 @@ def test_turns_that_failed_do_not_count() -> None:
 
 
 def _run_in_two_dimensions(names: list[str], cache: str) -> dict[str, tuple[list[str], list[str]]]:
-    """Train pipelines of two ranks in two replicas, or over two ranks each, until the solved order has won."""
+    """Train pipelines of two ranks in two replicas, or with tensor parallelism, until the solved order has won."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, found = mesh["pp"].get_group(), {}
     patch = _plant_costs(cache)

@@ -1,4 +1,4 @@
-"""Two pipelines in opposite directions, bitwise as a model that trains on both halves of the microbatches in turn."""
+"""Two opposite pipelines have the bits of a model that trains on both halves of the microbatches in turn."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _wrap_step = SchedulePatches.wrap_step
 
 @dataclass(frozen=True)
 class Ways:
-    """A model, and how it is trained.
+    """A model and the way in which it trains.
 
     Attributes:
         make: Makes the model.
-        patched: Options of the feature; None for stock.
+        patched: Options of the feature; None for stock PyTorch.
         microbatches: Their number.
-        options: Further arguments of ``cut()``.
+        options: More arguments of ``cut()``.
         pieces: Calls of ``schedule.step()`` before an optimizer step.
-        loose: Whether gradients are added up in another order.
+        loose: Whether gradients are summed in another order.
     """
 
     make: Callable[[], nn.Module] = Decoder
@@ -62,7 +62,7 @@ class Ways:
 
 
 class _Sometimes(DecoderBlock):
-    """Has a bias that only some microbatches use, and one that none uses."""
+    """A block with a bias that only some microbatches use, and a bias that none uses."""
 
     def __init__(self) -> None:
         super().__init__(0.0, True)
@@ -130,7 +130,7 @@ def _cut(case: Ways, model: nn.Module, **more: Any) -> Any:
 
 
 def _fail_to_apply() -> tuple[int, int]:
-    """Return how many steps the feature ran after an ``apply()`` that failed, and after one that was reverted."""
+    """Return the numbers of steps that the feature ran after a failed ``apply()``, and after a reverted one."""
     found = []
     for fails in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -155,28 +155,28 @@ def _wrap_some(self: SchedulePatches, original: Any, owner: str) -> Any:
     return _wrap_step(self, original, owner)
 
 
-def test_a_failed_apply_leaves_no_feature_behind(ranks: Any) -> None:
+def test_a_failed_apply_leaves_no_feature_on(ranks: Any) -> None:
     assert ranks(2)(_fail_to_apply) == [(0, 0), (0, 0)]
 
 
-def _train_whole(
-    case: Ways, whole: nn.Module, batch: tuple[Tensor, Tensor]
+def _train_full_model(
+    case: Ways, full_model: nn.Module, batch: tuple[Tensor, Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Add to the gradients the sum of those of both halves; return losses and outputs."""
+    """Add to the gradients the sum of both halves' gradients; return losses and outputs."""
     half = case.microbatches // 2
     scale = case.options.get("scale_grads", True)
-    earlier = [param.grad for param in whole.parameters()]
+    earlier = [param.grad for param in full_model.parameters()]
     losses, outs, sums = [], [], []
     for way in range(2):
-        whole.zero_grad()
+        full_model.zero_grad()
         for number in range(way * half, (way + 1) * half):
-            ids, target = (one[number * ROWS : (number + 1) * ROWS] for one in batch)
-            outs.append(whole(ids))
+            ids, target = (rows[number * ROWS : (number + 1) * ROWS] for rows in batch)
+            outs.append(full_model(ids))
             losses.append(language_loss(outs[-1], target))
             losses[-1].backward()
-        grads = [param.grad for param in whole.parameters()]
+        grads = [param.grad for param in full_model.parameters()]
         sums.append([grad.div(half) if scale and grad is not None else grad for grad in grads])
-    for param, before, down, up in zip(whole.parameters(), earlier, *sums, strict=True):
+    for param, before, down, up in zip(full_model.parameters(), earlier, *sums, strict=True):
         both = [grad for grad in (down, up) if grad is not None]
         param.grad = sum(both[1:], both[0]) if both else None
         if scale and param.grad is not None:
@@ -188,20 +188,21 @@ def _train_whole(
 
 
 def _compare(case: Ways) -> list[str]:
-    """Train two steps cut and whole; return what differs."""
+    """Train two steps of the cut and of the full model; return the differences."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = case.make()
-    whole = copy.deepcopy(model)
+    full_model = copy.deepcopy(model)
     before = {}
     if case.patched is not None:
         ovpatch.apply("pipeline", options={"pipeline": case.patched})
         before = counters()
     made = _cut(case, model)
     optimizers = [
-        torch.optim.AdamW(params, lr=0.01) for params in (made.parameters(), whole.parameters())
+        torch.optim.AdamW(params, lr=0.01)
+        for params in (made.parameters(), full_model.parameters())
     ]
-    reference, found = dict(whole.named_parameters(remove_duplicate=False)), []
+    reference, found = dict(full_model.named_parameters(remove_duplicate=False)), []
     half = case.microbatches // 2
     own = {0: slice(half, None), size - 1: slice(0, half)}.get(rank)
     for step in range(2):
@@ -209,7 +210,7 @@ def _compare(case: Ways) -> list[str]:
             batch = _batch(case, 10 * step + piece)
             losses: list[Tensor] = []
             out = made.step(batch[0], target=batch[1], losses=losses)
-            expected, outs = _train_whole(case, whole, batch)
+            expected, outs = _train_full_model(case, full_model, batch)
             loose = case.loose and step > 0
             if own is None:
                 found += ["losses or outputs on an inner rank"] if losses or out is not None else []
@@ -226,9 +227,8 @@ def _compare(case: Ways) -> list[str]:
             optimizer.zero_grad()
     if case.patched is not None:
         after = counters()
-        stocks = int(
-            "wrap" in case.options
-        )  # the first step of a wrapped stage, in both directions one after the other
+        # Torch runs the first step of a wrapped stage, for both directions sequentially.
+        stocks = int("wrap" in case.options)
         if after["steps"] - before["steps"] != 2 * case.pieces - stocks:
             found.append(f"not run by the engine: {before} before, {after} after")
         order = (
@@ -244,8 +244,8 @@ def _compare(case: Ways) -> list[str]:
     return found
 
 
-def _differ(where: str, one: Tensor | None, other: Tensor | None, loose: bool) -> list[str]:
-    return differ(where, one, other, 1e-5 if loose else 0.0)
+def _differ(where: str, found: Tensor | None, wanted: Tensor | None, loose: bool) -> list[str]:
+    return differ(where, found, wanted, 1e-5 if loose else 0.0)
 
 
 def _compare_all(names: list[str]) -> dict[str, list[str]]:
@@ -256,16 +256,16 @@ def _compare_all(names: list[str]) -> dict[str, list[str]]:
     ("world", "names"),
     [(2, list(CASES)), (4, ["stock", "patched", "doubled", "tied", "sometimes used"])],
 )
-def test_both_ways_train_as_the_whole_model(ranks: Any, world: int, names: list[str]) -> None:
+def test_both_ways_train_as_the_full_model(ranks: Any, world: int, names: list[str]) -> None:
     for rank, found in enumerate(ranks(world)(_compare_all, names)):
         assert not any(found.values()), f"rank {rank}: {found}"
 
 
 def _evaluate_between() -> list[str]:
-    """Evaluate and train in turns, patched and then given back; gradients add up over all steps."""
+    """Evaluate and train in turns, patched and then reverted; gradients add up over all steps."""
     torch.manual_seed(0)
     model, case, found = Decoder(), Ways(), []
-    whole = copy.deepcopy(model)
+    full_model = copy.deepcopy(model)
     half = (
         slice(case.microbatches // 2 * ROWS, None)
         if dist.get_rank() == 0
@@ -281,22 +281,22 @@ def _evaluate_between() -> list[str]:
             losses: list[Tensor] = []
             out = made.eval(batch[0], target=batch[1], losses=losses)
             found += differences(
-                out, torch.cat([whole(rows) for rows in batch[0].split(ROWS)])[half]
+                out, torch.cat([full_model(rows) for rows in batch[0].split(ROWS)])[half]
             )
             found += [] if len(losses) == case.microbatches // 2 else [f"{len(losses)} losses"]
         made.step(batch[0], target=batch[1])
-        _train_whole(case, whole, batch)
-        wanted = {name: param.grad for name, param in whole.named_parameters()}
+        _train_full_model(case, full_model, batch)
+        wanted = {name: param.grad for name, param in full_model.named_parameters()}
         found += differences({name: param.grad for name, param in made.named_parameters()}, wanted)
     return found
 
 
-def test_evaluation_between_steps_and_what_is_given_back(ranks: Any) -> None:
+def test_evaluation_between_steps_patched_and_reverted(ranks: Any) -> None:
     assert ranks(2)(_evaluate_between) == [[], []]
 
 
 def _train_in_replicas() -> dict[str, float]:
-    """Train pipelines of two ranks in two replicas each; return the largest difference of a gradient."""
+    """Train pipelines of two ranks in two replicas; return the largest difference of a gradient."""
     mesh, case, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), Ways(), {}
     group = mesh["dp"].get_group()
     wraps: dict[str, Callable[[nn.Module], Any]] = {
@@ -306,18 +306,19 @@ def _train_in_replicas() -> dict[str, float]:
     for name, wrap in wraps.items():
         torch.manual_seed(0)
         model, worst = Decoder(), 0.0
-        whole = copy.deepcopy(model)
+        full_model = copy.deepcopy(model)
         ovpatch.apply("pipeline", *(["ddp"] if name == "ddp" else []))
         made = _cut(case, model, group=mesh["pp"], wrap=wrap)
-        reference = dict(whole.named_parameters())
+        reference = dict(full_model.named_parameters())
         optimizers = [
-            torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())
+            torch.optim.SGD(params, lr=0.1)
+            for params in (made.parameters(), full_model.parameters())
         ]
         for step in range(2):
             batch = _batch(case, 10 * step + mesh.get_local_rank("dp"))
             made.step(batch[0], target=batch[1])
-            _train_whole(case, whole, batch)
-            for param in whole.parameters():
+            _train_full_model(case, full_model, batch)
+            for param in full_model.parameters():
                 assert param.grad is not None
                 dist.all_reduce(param.grad, group=group)
                 param.grad /= 2
@@ -334,16 +335,16 @@ def _train_in_replicas() -> dict[str, float]:
 
 
 def test_stages_in_data_parallelism(ranks: Any) -> None:
-    """Gradients are averaged over replicas first, and then added up over both directions."""
+    """Gradients are averaged over replicas first, and then summed over both directions."""
     for found in ranks(4)(_train_in_replicas):
         assert max(found.values()) < 1e-7, found
 
 
-# --- what is refused ---
+# --- unsupported ---
 
 
 class _Counting(DecoderBlock):
-    """Has a norm with running statistics."""
+    """A block whose norm has running statistics."""
 
     def __init__(self) -> None:
         super().__init__(0.0, True)
@@ -368,7 +369,7 @@ def _refuse() -> dict[str, str]:
     return found
 
 
-def test_what_has_no_two_ways_is_refused(ranks: Any) -> None:
+def test_models_without_two_ways_are_refused(ranks: Any) -> None:
     for found in [*ranks(2)(_refuse), *ranks(3)(_refuse)]:
         for name, text in found.items():
             assert REASONS[name] in text, text
@@ -393,7 +394,7 @@ def _run_in_one_direction() -> tuple[list[str], str]:
 
 
 def _replicas_differ() -> str:
-    """Cut a model whose weights are not the same on all ranks, and return what the first step says."""
+    """Cut a model whose weights differ between ranks; return the error of the first step."""
     torch.manual_seed(0)
     case = Ways()
     made = _cut(case, case.make())
@@ -425,12 +426,12 @@ def test_the_report_says_that_one_direction_has_nothing_to_double(ranks: Any) ->
 
 
 def _fail(where: int) -> tuple[list[str], str]:
-    """Have a rank fail in its last backward, behind which others have nothing left to do; then train on."""
+    """Have a rank fail in its last backward, after which its peers have nothing left to do; then continue training."""
     rank = dist.get_rank()
     ovpatch.apply("pipeline", options={"pipeline": {"forward_doubling": True}})
     torch.manual_seed(0)
     model = Decoder()
-    whole, case = copy.deepcopy(model), Ways()
+    full_model, case = copy.deepcopy(model), Ways()
     made = _cut(case, model)
     batch = _batch(case, 0)
     made.step(batch[0], target=batch[1])
@@ -452,8 +453,8 @@ def _fail(where: int) -> tuple[list[str], str]:
     handle.remove()
     left = [name for name, param in made.named_parameters() if param.grad is not None]
     made.step(batch[0], target=batch[1])
-    _train_whole(case, whole, batch)
-    wanted = {name: param.grad for name, param in whole.named_parameters()}
+    _train_full_model(case, full_model, batch)
+    wanted = {name: param.grad for name, param in full_model.named_parameters()}
     found = differences({name: param.grad for name, param in made.named_parameters()}, wanted)
     ovpatch.revert()
     return found + left, f"{caught.value} {caught.value.__cause__}"
@@ -485,7 +486,7 @@ def _simulate(ranks: int, microbatches: int, doubles: bool, early: bool) -> tupl
 def test_doubled_forwards_have_the_published_bubble_and_memory(
     ranks: int, microbatches: int
 ) -> None:
-    """Chimera's: (D - 2) / (2N + D - 2) of a step, in units of which a doubled forward takes as long as a backward."""
+    """Chimera wastes (D - 2) / (2N + D - 2) of a step, if a doubled forward takes as long as a backward."""
     step, memory = _simulate(ranks, microbatches, True, False)
     bubble = (ranks - 2) / (2 * microbatches + ranks - 2)
     wasted = 1 - 1 / step
@@ -513,14 +514,14 @@ def test_orders_of_both_ways_mirror_each_other(
     orders = build_bidirectional_order(ranks=ranks, microbatches=microbatches, doubles=doubles)
     check_schedule(orders, placement)
     for rank, order in enumerate(orders):
-        mirrored = [one._replace(stage=(one.stage + ranks) % (2 * ranks)) for one in order]
+        mirrored = [action._replace(stage=(action.stage + ranks) % (2 * ranks)) for action in order]
         assert mirrored == list(orders[ranks - 1 - rank])
-    forwards = [one for one in orders[0] if one.kind is Kind.F and one.stage == 0]
-    pairs = [
-        orders[0].index(one) - orders[0].index(other)
-        for other, one in zip(forwards[::2], forwards[1::2], strict=False)
+    forwards = [action for action in orders[0] if action.kind is Kind.F and action.stage == 0]
+    distances = [
+        orders[0].index(second) - orders[0].index(first)
+        for first, second in zip(forwards[::2], forwards[1::2], strict=False)
     ]
-    assert not doubles or set(pairs) <= {1}
+    assert not doubles or set(distances) <= {1}
 
 
 def test_an_odd_number_has_no_two_ways() -> None:

@@ -1,4 +1,4 @@
-"""Costs on a device are those between its events, read once they have passed; on a host also what is none of them."""
+"""Devices time computations by events, which are read after they have passed; hosts also time their own overhead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ovpatch_plugins.pipeline.runtime.step_clock import DeviceClock, HostClock, 
 
 
 class Device:
-    """A stream on which a recorded event passes when :attr:`passed` reaches its number."""
+    """A stream whose events have passed up to number :attr:`passed`."""
 
     def __init__(self) -> None:
         self.recorded = self.passed = self.made = 0
@@ -20,7 +20,7 @@ class Device:
 
 
 class Event:
-    """An event; its time is its number, in milliseconds."""
+    """An event whose time is its number, in milliseconds."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.number = device, 0
@@ -49,7 +49,8 @@ def test_durations_come_when_the_device_has_passed_them() -> None:
     assert times.cost(0, Kind.B) == 0
     assert times.bubble(1) is None
     device.passed = 100
-    clock.drop_step()  # a failed step's computations count for nothing
+    # Computations of a failed step do not count.
+    clock.drop_step()
     clock.start_step()
     assert times.cost(0, Kind.B) == 0
 
@@ -66,7 +67,7 @@ def test_events_are_used_again() -> None:
     assert times.bubble(1) == 1 - 1 / 3
 
 
-def test_what_is_no_computation_and_no_wait_is_the_engines() -> None:
+def test_time_outside_of_computations_and_waits_is_the_overhead_of_the_engine() -> None:
     times, read = StepTimes(), iter([10.0, 11.0, 13.0, 14.0, 18.0, 19.0, 20.0, 22.0])
     clock = HostClock(times)
     clock.read = lambda: next(read)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Pipelines whose messages go through slots of the receivers' memory, among processes that share memory on a CPU."""
+"""Messages of pipelines go through slots of the receivers' memory, among processes that share memory on a CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COPIES = {"p2p_transport": "copies"}
 
 @contextlib.contextmanager
 def copying(*, to_peers: bool = True) -> Iterator[list[PointToPoint]]:
-    """Let processes on a CPU copy to each other's memory; yield what is made for that."""
+    """Let processes on a CPU copy to each other's memory; yield the transports that they make."""
     made: list[PointToPoint] = []
 
     def make(*args: Any, **kwargs: Any) -> PointToPoint:
@@ -75,17 +75,19 @@ def _compare(to_peers: bool) -> dict[str, Outcome]:
         "interleaved": (Case("ScheduleInterleaved1F1B", **several), "as-given"),
         "loop": (Case("ScheduleLoopedBFS", **several), "as-given"),
     }
-    if world > 2 and not ALL_CASES:  # the others' messages are like those of these
+    if world > 2 and not ALL_CASES:
+        # The omitted orders have messages like those of the remaining ones.
         cases = {
             name: case for name, case in cases.items() if name not in ("ZB-H1", "GPipe", "loop")
         }
-    options = COPIES if to_peers else {}  # what auto means where there are copy engines
+    # With copy engines, auto means copies.
+    options = COPIES if to_peers else {}
     with copying(to_peers=to_peers):
         return {name: train_both(case, order, **options) for name, (case, order) in cases.items()}
 
 
 @pytest.mark.parametrize(("world", "to_peers"), [(2, True), (4, False)])
-def test_every_order_gives_stocks_bits(ranks: Any, world: int, to_peers: bool) -> None:
+def test_every_order_has_the_bits_of_torch(ranks: Any, world: int, to_peers: bool) -> None:
     for rank, found in enumerate(ranks(world)(_compare, to_peers)):
         for name, outcome in found.items():
             assert not outcome.differences, f"rank {rank}, {name}: {outcome.differences[:4]}"
@@ -94,19 +96,19 @@ def test_every_order_gives_stocks_bits(ranks: Any, world: int, to_peers: bool) -
 
 
 def _share() -> tuple[list[str], list[int], bool]:
-    """Train pipelines one after the other, the second of which has larger messages."""
+    """Train three pipelines sequentially; the second one has larger messages."""
     cases = [Case(), Case(shape=(3 * ROWS, WIDTH)), Case()]
     stock = [train(case) for case in cases]
     with copying() as made:
         ovpatch.apply("pipeline", options={"pipeline": COPIES})
         wrong = differences(stock, [train(case) for case in cases])
         ovpatch.revert()
-        for one in made:
-            one._watch.join(60)
+        for transport in made:
+            transport._watch.join(60)
         return (
             wrong,
-            [one.slot_bytes for one in made],
-            not any(one._watch.is_alive() for one in made),
+            [transport.slot_bytes for transport in made],
+            not any(transport._watch.is_alive() for transport in made),
         )
 
 
@@ -116,7 +118,7 @@ def test_schedules_of_a_group_share_slots(ranks: Any) -> None:
 
 
 def _take_turns() -> tuple[list[str], int]:
-    """Let steps of two schedules and evaluations alternate; return what differs, and how many slots were made."""
+    """Alternate steps of two schedules with evaluations; return the differences and the number of transports made."""
 
     def run() -> list[Any]:
         torch.manual_seed(3)
@@ -169,7 +171,7 @@ def test_a_message_may_be_larger_than_a_slot(ranks: Any) -> None:
 
 
 def _reserve() -> tuple[list[int], list[float]]:
-    """Send a message, and one more once an order has come that needs more slots."""
+    """Send a message, and another one after an order that needs more slots has come."""
     rank, found = dist.get_rank(), torch.zeros(2)
     with copying() as made:
         messages = copied_messages.CopiedMessages(
@@ -188,7 +190,7 @@ def _reserve() -> tuple[list[int], list[float]]:
         messages.reserve(2)
         assert messages.is_open
         close_edges()
-        return [one.slots for one in made], found.tolist()
+        return [transport.slots for transport in made], found.tolist()
 
 
 def test_an_order_that_needs_more_slots_gets_them(ranks: Any) -> None:
@@ -220,8 +222,8 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any) -> Non
                 assert f"rank {victim} failed in " in text
 
 
-def _stay_away() -> list[str]:
-    """Let rank 1 not come to the second step."""
+def _miss_a_step() -> list[str]:
+    """Have rank 1 miss the second step."""
     texts: list[str] = []
     with copying() as made, mock.patch.object(point_to_point, "_WATCH_INTERVAL_S", 0.02):
         ovpatch.apply("pipeline", options={"pipeline": COPIES})
@@ -244,25 +246,26 @@ def _stay_away() -> list[str]:
     return texts
 
 
-def test_a_rank_that_stays_away_is_not_waited_for_without_end(ranks: Any) -> None:
-    (first, second), (told,) = ranks(2)(_stay_away)
+def test_a_missing_rank_is_not_waited_for_without_end(ranks: Any) -> None:
+    (first, second), (reason,) = ranks(2)(_miss_a_step)
     assert "messages of a step have not come from peers" in first
     assert "within 0.2 s" in first
     assert "start the job again" in second
-    assert told.startswith("rank 0 stopped: messages of a step"), "before rank 0 sends what is none"
+    assert reason.startswith("rank 0 stopped: messages of a step"), (
+        "the failure must be known before rank 0 sends wrong messages"
+    )
 
 
 def _interrupt() -> str:
-    """End a step by Ctrl-C on all ranks, and begin another."""
+    """End a step by Ctrl-C on all ranks, and start another one."""
     with copying():
         ovpatch.apply("pipeline", options={"pipeline": COPIES})
         schedule, (part,) = make_schedule(Case())
         rows = torch.randn(6 * ROWS, 2, WIDTH)
         inputs = (rows,) if dist.get_rank() == 0 else ()
         schedule.step(*inputs, target=rows)
-        forwards = [part(rows[:ROWS])] * (
-            1 - dist.get_rank()
-        )  # rank 1 has got a message when it is interrupted
+        # Rank 1 has received a message when it is interrupted.
+        forwards = [part(rows[:ROWS])] * (1 - dist.get_rank())
         forward = mock.Mock(side_effect=[*forwards, KeyboardInterrupt()])
         with mock.patch.object(part, "forward", forward), contextlib.suppress(KeyboardInterrupt):
             schedule.step(*inputs, target=rows)
@@ -273,7 +276,7 @@ def _interrupt() -> str:
     return ""
 
 
-def test_after_half_a_step_there_are_no_more(ranks: Any) -> None:
+def test_no_step_follows_an_interrupted_one(ranks: Any) -> None:
     for text in ranks(2)(_interrupt):
         assert "interrupted in the middle of a step" in text
         assert text.endswith("Start the job again")
@@ -334,16 +337,16 @@ def test_two_pipelines_in_opposite_directions(ranks: Any, world: int) -> None:
         assert copied == messages > 0
 
 
-# --- what auto means ---
+# --- the transport that auto chooses ---
 
 
 def _fall_back(where: str) -> tuple[Outcome, int, list[str]]:
-    """Train where rank 1 alone finds that there are no copy engines: asked, at a trial, or when slots are made."""
+    """Train if rank 1 alone finds no copy engines: in its own check, at a trial, or when slots are made."""
     refused = RuntimeError("refused on one rank, for a test")
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(copying())
-        if where == "asked":
-            stack.enter_context(mock.patch.object(memory, "unsupported_reason", ask_all))
+        if where == "checked":
+            stack.enter_context(mock.patch.object(memory, "unsupported_reason", check_all_ranks))
             stack.enter_context(
                 mock.patch.object(memory, "memory_unsupported_reason", object_on_rank_1)
             )
@@ -354,29 +357,29 @@ def _fall_back(where: str) -> tuple[Outcome, int, list[str]]:
             }[where]
             if dist.get_rank() == 1 and where == "tried":
                 stack.enter_context(
-                    mock.patch.object(module, name, _refuse_behind(window.allocate_window, refused))
+                    mock.patch.object(module, name, _refuse_after(window.allocate_window, refused))
                 )
             elif dist.get_rank() == 1:
                 stack.enter_context(
                     mock.patch.object(
-                        module, name, _refuse_behind(point_to_point.PointToPoint, refused)
+                        module, name, _refuse_after(point_to_point.PointToPoint, refused)
                     )
                 )
         return train_both(Case(steps=3), "zb-h1"), len(made), list(list_schedules()[-1].transport)
 
 
-def ask_all(group: Any, device: torch.device, check: Any, *, shares_devices: bool) -> str:
-    """Stand for :func:`memory.unsupported_reason` where only what a rank finds by itself counts."""
+def check_all_ranks(group: Any, device: torch.device, check: Any, *, shares_devices: bool) -> str:
+    """Replace :func:`memory.unsupported_reason` and use only the reason that a rank finds by itself."""
     assert not shares_devices
     return check_consistent(group, "a test", {}, objection=check(device))
 
 
 def object_on_rank_1(_device: torch.device) -> str:
-    """Stand for :func:`memory.memory_unsupported_reason`."""
+    """Replace :func:`memory.memory_unsupported_reason`."""
     return "refused on one rank, for a test" if dist.get_rank() == 1 else ""
 
 
-def _refuse_behind(make: Any, error: RuntimeError) -> Any:
+def _refuse_after(make: Any, error: RuntimeError) -> Any:
     """Return a function that fails once all ranks have allocated."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -386,36 +389,36 @@ def _refuse_behind(make: Any, error: RuntimeError) -> Any:
     return refuse
 
 
-@pytest.mark.parametrize("where", ["asked", "tried", "made"])
-def test_messages_go_by_c10d_on_all_ranks_where_one_has_no_copy_engines(
+@pytest.mark.parametrize("where", ["checked", "tried", "made"])
+def test_c10d_carries_messages_on_all_ranks_if_one_has_no_copy_engines(
     ranks: Any, where: str
 ) -> None:
-    for outcome, made, told in ranks(2)(_fall_back, where):
+    for outcome, made, reasons in ranks(2)(_fall_back, where):
         assert not outcome.differences, outcome.differences[:4]
         assert outcome.counters["copied_messages"] == 0 < outcome.counters["messages"]
         assert made == (where == "made")
-        assert len(told) == 1, told
-        assert told[0] in outcome.remarks
-        assert told[0].startswith(
+        assert len(reasons) == 1, reasons
+        assert reasons[0] in outcome.remarks
+        assert reasons[0].startswith(
             "messages are carried by torch.distributed, not by copy engines: "
-        ), told
-        assert "refused on one rank, for a test" in told[0], told
-        assert told[0].rstrip(")").endswith("(rank 1"), told
+        ), reasons
+        assert "refused on one rank, for a test" in reasons[0], reasons
+        assert reasons[0].rstrip(")").endswith("(rank 1"), reasons
 
 
-def _leave_alone(**options: Any) -> list[str]:
+def _list_transport_reasons(**options: Any) -> list[str]:
     train_both(Case(), **options)
     return list(list_schedules()[-1].transport)
 
 
-def test_what_auto_means_on_a_cpu(ranks: Any) -> None:
-    for (told,) in ranks(2)(_leave_alone):
-        assert told.endswith(
+def test_auto_means_c10d_on_a_cpu(ranks: Any) -> None:
+    for (reason,) in ranks(2)(_list_transport_reasons):
+        assert reason.endswith(
             "not by copy engines: tensors are on cpu, not on CUDA devices (rank 0, 1)"
         )
-    for (told,) in ranks(2)(_leave_alone, variable_seq_lengths=True):
-        assert "not by copy engines: variable_seq_lengths is on" in told
-    assert ranks(2)(_leave_alone, p2p_transport="c10d") == [[], []]
+    for (reason,) in ranks(2)(_list_transport_reasons, variable_seq_lengths=True):
+        assert "not by copy engines: variable_seq_lengths is on" in reason
+    assert ranks(2)(_list_transport_reasons, p2p_transport="c10d") == [[], []]
 
 
 def test_stages_on_several_devices_and_gloo_are_refused() -> None:
@@ -441,7 +444,7 @@ def _refuse(**options: Any) -> str:
     return str(error.value)
 
 
-# With the remedy auto, torch.distributed carries the messages in both cases: see test_what_auto_means_on_a_cpu.
+# With the remedy auto, torch.distributed carries the messages in both cases: see test_auto_means_c10d_on_a_cpu.
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -452,7 +455,7 @@ def _refuse(**options: Any) -> str:
         ),
     ],
 )
-def test_where_there_are_no_copy_engines_is_an_error(ranks: Any, options: Any, reason: str) -> None:
+def test_copies_without_copy_engines_are_an_error(ranks: Any, options: Any, reason: str) -> None:
     for text in ranks(2)(_refuse, **options):
         assert text == (
             "ovpatch: option p2p_transport=copies of feature 'pipeline' cannot act here: "
@@ -474,7 +477,7 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _send_strided() -> list[bool]:
-    """Send tensors of other strides than those that they are received into."""
+    """Send tensors whose strides differ from the strides of the tensors that receive them."""
     rank, group, device = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
     sent = [
         torch.randn(3, 5).t(),
@@ -485,9 +488,8 @@ def _send_strided() -> list[bool]:
     got = [torch.empty(5, 3), torch.empty(2, 4, 3, 3).to(memory_format=torch.channels_last)]
     got += [torch.empty(8, dtype=torch.complex64)[::2], torch.empty(0, 3).requires_grad_()]
     if rank == 0:
-        sent.append(
-            AsyncCollectiveTensor(torch.arange(3.0))
-        )  # as a functional collective returns it
+        # A functional collective returns such a tensor.
+        sent.append(AsyncCollectiveTensor(torch.arange(3.0)))
         assert not sent[-1].data_ptr()
     else:
         got.append(torch.empty(3))
@@ -500,11 +502,11 @@ def _send_strided() -> list[bool]:
         else:
             messages._wait_for(messages.receive(got, 0))
         messages.finish()
-        dist.broadcast_object_list(found := [[one + 0 for one in sent]], 0)
+        dist.broadcast_object_list(found := [[tensor + 0 for tensor in sent]], 0)
         close_edges()
-    return (
-        [torch.equal(one, other) for one, other in zip(found[0], got, strict=True)] if rank else []
-    )
+    if not rank:
+        return []
+    return [torch.equal(wanted, read) for wanted, read in zip(found[0], got, strict=True)]
 
 
 def test_strides_of_sender_and_receiver_may_differ(ranks: Any) -> None:

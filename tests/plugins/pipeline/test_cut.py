@@ -1,4 +1,4 @@
-"""Plain models cut into stages train as the whole model does, microbatch by microbatch."""
+"""Plain models cut into stages train as the full model does, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Cut:
 
     Attributes:
         make: Makes the model.
-        tied: Names of parameters that several stages have.
+        tied: Names of parameters that several stages share.
         placement: The stages' placement.
-        inputs: Makes keyword arguments, of a batch of rows.
-        options: Further arguments of ``cut()``.
+        inputs: Makes the keyword arguments of a batch, given its rows.
+        options: More arguments of ``cut()``.
         patched: Whether ovpatch runs the schedule.
     """
 
@@ -162,7 +162,7 @@ def _cut(case: Cut, model: nn.Module, **more: Any) -> Any:
 
 
 class _Streams:
-    """Random numbers as a pipeline's ranks draw them: each rank has a stream of its own."""
+    """Random numbers as the ranks of a pipeline draw them: each rank has its own stream."""
 
     def __init__(
         self, model: nn.Module, blocks: list[nn.Module], ranges: list[range], ranks: list[int]
@@ -182,7 +182,7 @@ class _Streams:
 
 
 def _keep_random_state(schedule: Any) -> None:
-    """Have torch 2.11 infer shapes, for which it runs the stages with dropout, without an effect on later numbers."""
+    """Keep later random numbers as they are when torch 2.11 infers shapes, for which it runs stages with dropout."""
     for stage in list_stages(schedule):
         infer = getattr(stage, "_shape_inference", None)
         if infer is not None:
@@ -195,29 +195,29 @@ def _keep_random_state(schedule: Any) -> None:
 
 
 def _compare(case: Cut) -> list[str]:
-    """Train two steps cut and whole; return what differs."""
+    """Train two steps of the cut and of the full model; return the differences."""
     torch.manual_seed(0)
     model = case.make()
-    whole = copy.deepcopy(model)
+    full_model = copy.deepcopy(model)
     if case.patched:
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": case.patched}})
         before = counters()
     made = _cut(case, model)
     _keep_random_state(made)
-    blocks = next(module for module in whole.modules() if isinstance(module, nn.ModuleList))
+    blocks = next(module for module in full_model.modules() if isinstance(module, nn.ModuleList))
     stages = len(made.block_ranges)
     ranks = [
         stage if case.placement == "straight" else stage % dist.get_world_size()
         for stage in range(stages)
     ]
-    _Streams(whole, list(blocks), made.block_ranges, ranks)
-    names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+    _Streams(full_model, list(blocks), made.block_ranges, ranks)
+    names = [name for name, _ in full_model.named_parameters(remove_duplicate=False)]
     optimizers = [
-        torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())
+        torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), full_model.parameters())
     ]
     params, reference = (
         made.named_parameters(),
-        dict(whole.named_parameters(remove_duplicate=False)),
+        dict(full_model.named_parameters(remove_duplicate=False)),
     )
     found = [f"{name} is no name of the model" for name, _ in params if name not in names]
     torch.manual_seed(50 + dist.get_rank())
@@ -228,9 +228,9 @@ def _compare(case: Cut) -> list[str]:
         torch.set_rng_state(state)
         out = made.step(ids, target=target, losses=losses, **kwargs)
         state = torch.get_rng_state()
-        expected, outs = _train_whole(whole, ids, target, kwargs)
-        # A tied weight's gradient is sum(e) + sum(h) over microbatches here, and sum(e + h) there: it rounds otherwise,
-        # and so does all that depends on the weight in the next step.
+        expected, outs = _train_full_model(full_model, ids, target, kwargs)
+        # The gradient of a tied weight is sum(e) + sum(h) over microbatches here, and sum(e + h) there. The two round
+        # differently, and so do all values that depend on the weight in the next step.
         loose = bool(case.tied) and step > 0
         if made.has_last_stage:
             found += _differ(
@@ -244,7 +244,7 @@ def _compare(case: Cut) -> list[str]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state_dict = whole.state_dict()
+    state_dict = full_model.state_dict()
     for name, value in made.state_dict().items():
         if name not in reference:
             found += _differ(f"buffer {name}", value, state_dict[name], False)
@@ -256,24 +256,24 @@ def _compare(case: Cut) -> list[str]:
     return found
 
 
-def _train_whole(
-    whole: nn.Module, ids: Tensor, target: Tensor, kwargs: dict[str, Tensor]
+def _train_full_model(
+    full_model: nn.Module, ids: Tensor, target: Tensor, kwargs: dict[str, Tensor]
 ) -> tuple[list, list]:
     losses, outs = [], []
     for index in range(MICROBATCHES):
         rows = slice(index * ROWS, (index + 1) * ROWS)
-        result = whole(ids[rows], **{name: value[rows] for name, value in kwargs.items()})
+        result = full_model(ids[rows], **{name: value[rows] for name, value in kwargs.items()})
         outs.append(result if isinstance(result, Tensor) else result.logits)
         losses.append(language_loss(outs[-1], target[rows]))
         losses[-1].backward()
-    for param in whole.parameters():
+    for param in full_model.parameters():
         if param.grad is not None:
             param.grad.div_(MICROBATCHES)
     return losses, outs
 
 
-def _differ(where: str, one: Tensor | None, other: Tensor | None, loose: bool) -> list[str]:
-    return differ(where, one, other, 1e-6 if loose else 0.0)
+def _differ(where: str, found: Tensor | None, wanted: Tensor | None, loose: bool) -> list[str]:
+    return differ(where, found, wanted, 1e-6 if loose else 0.0)
 
 
 def _compare_all(names: list[str]) -> dict[str, list[str]]:
@@ -282,7 +282,7 @@ def _compare_all(names: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_plain_models_train_as_the_whole(ranks: Any, world: int) -> None:
+def test_plain_models_train_as_the_full_model(ranks: Any, world: int) -> None:
     for rank, found in enumerate(
         ranks(world)(_compare_all, [name for name in PLAIN if world == 2 or "," in name])
     ):
@@ -291,7 +291,7 @@ def test_plain_models_train_as_the_whole(ranks: Any, world: int) -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("world", [2, 3])
-def test_models_of_transformers_train_as_the_whole(ranks: Any, world: int) -> None:
+def test_models_of_transformers_train_as_the_full_model(ranks: Any, world: int) -> None:
     names = [name for index, name in enumerate(HF) if world == 2 or index % 2]
     for rank, found in enumerate(ranks(world)(_compare_all, names, timeout=120)):
         assert not any(found.values()), f"rank {rank}: {found}"
@@ -344,7 +344,7 @@ def _refuse() -> dict[str, str]:
 
 
 class _Drawing(Decoder):
-    """Adds noise behind its blocks in evaluation mode, too."""
+    """A decoder that adds noise after its blocks, in evaluation mode too."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         result = super().forward(ids, mask)
@@ -352,7 +352,7 @@ class _Drawing(Decoder):
 
 
 class _Failing(Decoder):
-    """Fails in its forward, on one rank."""
+    """A decoder whose forward fails on one rank."""
 
     def __init__(self, fails: bool, error: Exception | None = None) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class _Failing(Decoder):
 
 
 class _FailingMode(Decoder):
-    """Fails when its mode changes, on one rank."""
+    """A decoder that fails on one rank when its mode changes."""
 
     def __init__(self, eval_on: int = -1, train_on: int = -1) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class _FailingMode(Decoder):
 
 
 class _Losing(Decoder):
-    """Returns its own loss before the logits."""
+    """A decoder that returns its own loss before the logits."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
         logits = super().forward(ids, mask)
@@ -415,7 +415,7 @@ REASONS = {
 }
 
 
-def test_what_cannot_be_cut_is_refused_on_all_ranks(ranks: Any) -> None:
+def test_models_that_cannot_be_cut_are_refused_on_all_ranks(ranks: Any) -> None:
     for found in ranks(2)(_refuse):
         for name, text in REASONS.items():
             assert text in found[name], f"{name}: {found[name]}"
@@ -431,7 +431,7 @@ def _take_another_way() -> str:
 
 
 class _TwoWays(Decoder):
-    """Goes through no block when inputs are short."""
+    """A decoder that runs no block if inputs are short."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         if ids.shape[1] < CONTEXT:
@@ -446,14 +446,14 @@ def test_another_way_through_the_model_is_an_error(ranks: Any) -> None:
 
 
 def _skip_later() -> list[str]:
-    """Return the errors of stages whose model begins to skip blocks after the cut."""
+    """Return the errors of stages whose model starts to skip blocks after the cut."""
     made = _cut(Cut(Decoder), Training())
     (part,), found = made.model_parts, []
     part.train()
     inputs = [] if made.has_first_stage else [torch.ones(ROWS, CONTEXT, 16, requires_grad=True)]
     for probability in (1.0, 0.5, 0.5, 0.5, 0.5):
         part.layerdrop = probability
-        # Every forward skips some block, and own blocks may be skipped.
+        # Every forward skips some block, and it may skip blocks of this stage.
         torch.manual_seed(3)
         try:
             part(*inputs, **name_args((torch.zeros(ROWS, CONTEXT, dtype=torch.long),), {}))
@@ -468,7 +468,7 @@ def test_blocks_skipped_after_the_cut_are_an_error(ranks: Any) -> None:
         assert "layerdrop=0.0" in found[0]
 
 
-def _leaves_a_trace() -> list[str]:
+def _leave_a_trace() -> list[str]:
     torch.manual_seed(0)
     model = Stateful()
     model.layers[0](torch.zeros(1, 2, 16), None)
@@ -514,11 +514,11 @@ def _leaves_a_trace() -> list[str]:
 
 
 def test_a_cut_leaves_the_model_as_it_was(ranks: Any) -> None:
-    assert ranks(2)(_leaves_a_trace) == [[], []]
+    assert ranks(2)(_leave_a_trace) == [[], []]
 
 
 def _fail_before_a_step() -> tuple[str, list[bool]]:
-    """Return the error of a step before which replicas differ, and whether gradients are as they were."""
+    """Return the error of a step whose replicas differ, and whether each gradient has kept its value."""
     torch.manual_seed(0)
     made = _cut(Cut(Decoder), Decoder(tied=True), placement="bidirectional")
     with torch.no_grad():
@@ -547,7 +547,7 @@ def _load_named(wraps: bool) -> list[str]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    whole = Named()
+    full_model = Named()
     pairs = [dist.new_group([rank]) for rank in range(2)]
     wrap = (
         functools.partial(DistributedDataParallel, process_group=pairs[dist.get_rank()])
@@ -555,8 +555,8 @@ def _load_named(wraps: bool) -> list[str]:
         else None
     )
     made = _cut(Cut(Named), Named(), wrap=wrap)
-    made.load_state_dict(whole.state_dict())
-    wanted = whole.state_dict()
+    made.load_state_dict(full_model.state_dict())
+    wanted = full_model.state_dict()
     return [
         name for name, value in made.state_dict().items() if not torch.equal(value, wanted[name])
     ]
@@ -582,10 +582,10 @@ def _load(folder: str) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     torch.manual_seed(1)
-    whole = Decoder(tied=True)
-    made = _cut(Cut(Decoder), copy.deepcopy(whole))
+    full_model = Decoder(tied=True)
+    made = _cut(Cut(Decoder), copy.deepcopy(full_model))
     dcp.load({"model": made}, checkpoint_id=folder)
-    state = whole.state_dict()
+    state = full_model.state_dict()
     dcp.load({"model": state}, checkpoint_id=folder)  # in place
     assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
     made.load_state_dict(state)
@@ -618,7 +618,7 @@ def _train_replicas(kind: str) -> dict[str, Tensor]:
 
     torch.manual_seed(0)
     model = Decoder(tied=True)
-    # All ranks measure and take the costs of one: replicas must have the same stages.
+    # The blocks per stage are fixed, because replicas must have the same stages.
     made = cut(
         model,
         mesh["pp"],
@@ -629,7 +629,8 @@ def _train_replicas(kind: str) -> dict[str, Tensor]:
         blocks_per_stage=[2, 3],
     )
     ids, target, _ = _batch(Cut(Decoder), 0)
-    if kind != "none":  # each replica has half of the rows of each microbatch
+    # Each replica has half of the rows of each microbatch.
+    if kind != "none":
         rows = (
             torch.arange(MICROBATCHES * ROWS).view(3, 2, 2)[:, mesh.get_local_rank("dp")].flatten()
         )
@@ -643,11 +644,11 @@ def _train_replicas(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
-    for whole, parts in zip(
+    for unwrapped, parts in zip(
         ranks(4)(_train_replicas, "none"), ranks(4)(_train_replicas, kind), strict=True
     ):
-        assert set(whole) == set(parts)
-        for name, grad in whole.items():
+        assert set(unwrapped) == set(parts)
+        for name, grad in unwrapped.items():
             torch.testing.assert_close(
                 parts[name], grad, msg=lambda text, name=name: f"{name}: {text}"
             )
@@ -658,10 +659,8 @@ def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
 
 def test_stages_are_balanced_by_time_then_by_memory() -> None:
     costs = BlockCosts([1.0] * 6, before=1.0, after=3.0)
-    assert split_blocks(costs, (0, 1)) == [
-        0,
-        4,
-    ]  # the head is worth three blocks, the embedding one
+    # The head costs as much as three blocks, the embedding as much as one.
+    assert split_blocks(costs, (0, 1)) == [0, 4]
     heavy = BlockCosts(
         [1.0] * 6,
         block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0],

@@ -1,4 +1,4 @@
-"""``cut()`` on the meta device and in evaluation, and its stages under the other features."""
+"""``cut()`` on the meta device and in evaluation, and its stages with the other features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _model(dropout: float = 0.0) -> Decoder:
     return Decoder(dropout=dropout)
 
 
-def _run_whole(model: nn.Module, step: int) -> tuple[list[Tensor], list[Tensor]]:
+def _run_full_model(model: nn.Module, step: int) -> tuple[list[Tensor], list[Tensor]]:
     ids, target = _batch(step)
     outs = [model(part) for part in ids.split(ROWS)]
     return outs, [
@@ -55,20 +55,20 @@ def _run_whole(model: nn.Module, step: int) -> tuple[list[Tensor], list[Tensor]]
 
 
 def _on_meta() -> list[str]:
-    whole = _model()
+    full_model = _model()
     with torch.device("meta"):
         made = _cut(Decoder(), dist.group.WORLD, device="cpu")
     assert all(param.is_meta for param in made.parameters())
     for part in made.model_parts:
         part.to_empty(device="cpu")
-    made.load_state_dict(whole.state_dict())
+    made.load_state_dict(full_model.state_dict())
     ids, target = _batch(0)
     losses: list[Tensor] = []
     made.step(ids, target=target, losses=losses)
-    _, expected = _run_whole(whole, 0)
+    _, expected = _run_full_model(full_model, 0)
     for loss in expected:
         loss.backward()
-    wanted = dict(whole.named_parameters())
+    wanted = dict(full_model.named_parameters())
     wrong = [
         name
         for name, p in made.named_parameters()
@@ -87,18 +87,18 @@ def test_a_model_without_memory_is_cut_and_loaded(ranks: Any) -> None:
 
 
 def _evaluate(patched: bool) -> list[str]:
-    whole = _model(dropout=0.3)
-    made = _cut(copy.deepcopy(whole), dist.group.WORLD)
+    full_model = _model(dropout=0.3)
+    made = _cut(copy.deepcopy(full_model), dist.group.WORLD)
     if patched:
         ovpatch.apply("pipeline")
     ids, target = _batch(0)
     made.step(ids, target=target)  # trains, with dropout
     grads = [param.grad.clone() for param in made.parameters()]
-    for module in [*made.model_parts, whole]:
+    for module in [*made.model_parts, full_model]:
         module.eval()
     losses: list[Tensor] = []
     out = made.eval(ids, target=target, losses=losses)
-    outs, expected = _run_whole(whole, 0)
+    outs, expected = _run_full_model(full_model, 0)
     wrong = []
     if made.has_last_stage:
         same = torch.equal(out, torch.cat(outs)) and torch.equal(
@@ -110,7 +110,7 @@ def _evaluate(patched: bool) -> list[str]:
     losses.clear()
     made.step(ids, target=target, losses=losses)  # without dropout
     if made.has_last_stage and not torch.equal(torch.stack(losses), torch.stack(expected)):
-        wrong.append("losses behind it")
+        wrong.append("losses of the next step")
     return wrong
 
 
@@ -120,18 +120,18 @@ def test_evaluation_between_steps(ranks: Any, patched: bool) -> None:
 
 
 def _evaluate_first(placement: str, patched: bool) -> list[str]:
-    """Return what differs from the whole model in evaluations, of which one comes first, and in the steps behind."""
-    whole = _model()
-    made = _cut(copy.deepcopy(whole), dist.group.WORLD, placement=placement)
+    """Return the differences from the full model in evaluations, one before any step, and in steps after them."""
+    full_model = _model()
+    made = _cut(copy.deepcopy(full_model), dist.group.WORLD, placement=placement)
     if patched:
         ovpatch.apply("pipeline")
-    wanted, wrong = dict(whole.named_parameters()), []
+    wanted, wrong = dict(full_model.named_parameters()), []
     for step in range(2):
         ids, target = _batch(step)
         losses: list[Tensor] = []
         with torch.inference_mode():
             out = made.eval(ids, target=target, losses=losses)
-        outs, expected = _run_whole(whole, step)
+        outs, expected = _run_full_model(full_model, step)
         if made.has_last_stage and not torch.equal(out, torch.cat(outs)):
             wrong.append("outputs")
         if made.has_last_stage and not torch.equal(torch.stack(losses), torch.stack(expected)):
@@ -144,7 +144,7 @@ def _evaluate_first(placement: str, patched: bool) -> list[str]:
             for name, param in made.named_parameters()
             if not torch.equal(param.grad, wanted[name].grad)
         ]
-        for module in [*made.model_parts, whole]:
+        for module in [*made.model_parts, full_model]:
             module.zero_grad()
     return wrong
 
@@ -234,11 +234,10 @@ def _count(features: tuple[str, ...]) -> dict[str, int]:
     }
 
 
-def test_stages_under_other_features(ranks: Any) -> None:
+def test_stages_with_other_features(ranks: Any) -> None:
     for found in ranks(4)(_compare, list(CASES), timeout=120):
         for name, (change, work) in found.items():
-            assert change <= (1e-6 if "tp_linear" in name else 0), (
-                f"{name}: {change}"
-            )  # sums in another order
+            # tp_linear sums in another order.
+            assert change <= (1e-6 if "tp_linear" in name else 0), f"{name}: {change}"
             assert all(work.values()), f"{name}: {work}"
-            assert len(work) == len([one for one in CASES[name][1] if one != "ddp"])
+            assert len(work) == len([feature for feature in CASES[name][1] if feature != "ddp"])

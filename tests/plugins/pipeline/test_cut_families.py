@@ -1,4 +1,4 @@
-"""Families of transformers are cut and train as the whole model does, or are refused, as docs/cut-families.md says."""
+"""Families of transformers are cut and train as the full model does, or are refused, as docs/cut-families.md lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SOME = (
     (PICTURES, "vit"),
     (BOTH, "llava"),
 )
-JOB = 10  # families in one
+# Families in one job of the ranks.
+JOB = 10
 
 
 def _check(ranks: Any, families: Sequence[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines of two ranks in two replicas, or with tensor parallelism, are bitwise stock's."""
+"""Pipelines of two ranks in two replicas, or with tensor parallelism, have the bits of stock PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.plugins.pipeline.cases import (
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part, Variant
 from tests.support.rarely import ALL_CASES, RARELY
 
-# With as few microbatches, where no backward comes before the last forward, stock's reducer of DDP fails.
+# With so few microbatches, no backward comes before the last forward, and the stock reducer of DDP fails.
 LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -46,7 +46,7 @@ def _fsdp(mesh: DeviceMesh, **options: Any) -> Wrap:
 
 
 def _fsdp_as_one(mesh: DeviceMesh) -> Wrap:
-    """Take parameters out of the modules again behind each forward."""
+    """Wrap a module so that FSDP2 takes its parameters out of the modules again after each forward."""
     return lambda module: fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
@@ -75,7 +75,7 @@ def _checkpointed(_index: int) -> nn.Module:
     return Part(Block(0.0, False), Block(0.0, False))
 
 
-# Name, its wrapper, arguments of the case, and other features that are on, also in the run that is compared with.
+# Name, its wrapper, arguments of the case, and other features that are on, in the stock run too.
 SETTINGS: dict[str, tuple[Callable[..., Wrap], dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "ddp": (_ddp, {}, {}, ()),
     "ddp, gradients in buckets": (_ddp, {"gradient_as_bucket_view": True}, {"pieces": 2}, ()),
@@ -135,13 +135,13 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, int]]:
 
 @pytest.mark.parametrize("part", range(3))
 def test_as_stock(ranks: Any, part: int) -> None:
-    names = [
-        name for name in SETTINGS if ALL_CASES or name != "fsdp, bf16"
-    ]  # with checkpoints, and in a loop
+    # Other cases test bf16 with checkpoints, and in a loop.
+    names = [name for name in SETTINGS if ALL_CASES or name != "fsdp, bf16"]
     for rank, found in enumerate(ranks(4)(_compare, names[part::3], timeout=120)):
         for name, (changes, deferred, steps) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:4]}"
-            assert steps >= 1, name  # with DistributedDataParallel, stock computes the first one
+            # With DistributedDataParallel, torch computes the first step.
+            assert steps >= 1, name
             assert (deferred == 0) == (name == "ddp, unused parameters"), name
 
 
@@ -188,7 +188,7 @@ DIVIDING = [
 
 
 @pytest.mark.parametrize(("schedule", "wrapper", "features"), DIVIDING)
-def test_zero_bubble_classes_where_stock_misses_gradients(
+def test_zero_bubble_classes_whose_gradients_torch_loses(
     ranks: Any, schedule: str, wrapper: str, features: tuple[str, ...]
 ) -> None:
     for wrong, count, steps in ranks(4)(_zero_bubble, schedule, wrapper, features):
@@ -198,7 +198,7 @@ def test_zero_bubble_classes_where_stock_misses_gradients(
 
 
 def _zero_bubble_with_an_evaluation(features: tuple[str, ...]) -> tuple[list[str], list[float]]:
-    """Make two steps of gradients with an evaluation between, behind which torch 2.13 infers shapes once more."""
+    """Compute the gradients of two steps; after the evaluation between them, torch 2.13 infers shapes once more."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
     seen: list[float] = []
@@ -234,16 +234,14 @@ def _zero_bubble_with_an_evaluation(features: tuple[str, ...]) -> tuple[list[str
 
 
 @pytest.mark.parametrize("features", [(), ("ddp",)])
-def test_gradients_stay_where_shapes_are_inferred_again(
-    ranks: Any, features: tuple[str, ...]
-) -> None:
+def test_gradients_stay_if_shapes_are_inferred_again(ranks: Any, features: tuple[str, ...]) -> None:
     for wrong, seen in ranks(4)(_zero_bubble_with_an_evaluation, features):
         assert not wrong
         assert seen
         assert min(seen) > 0, "a hook of the script saw the zeros that complete a reduction"
 
 
-def _zero_bubble_that_searches() -> list[str]:
+def _run_with_a_search_for_unused_parameters() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     ovpatch.apply("pipeline")
     wrap = _ddp(mesh["dp"], find_unused_parameters=True)
@@ -252,8 +250,8 @@ def _zero_bubble_that_searches() -> list[str]:
     return list(feature_report().remarks)
 
 
-def test_zero_bubble_classes_that_torch_begins_are_warned_of(ranks: Any) -> None:
-    for remarks in ranks(4)(_zero_bubble_that_searches):
+def test_the_report_warns_of_zero_bubble_classes_whose_first_step_torch_runs(ranks: Any) -> None:
+    for remarks in ranks(4)(_run_with_a_search_for_unused_parameters):
         assert any("so that replicas differ afterwards" in remark for remark in remarks)
 
 
@@ -270,7 +268,7 @@ def _only_a_part_is_wrapped() -> tuple[list[str], list[str]]:
     return differences(stock, train(Case(wrap=wrap), group)), list(feature_report().remarks)
 
 
-def test_a_stage_of_which_only_a_part_is_wrapped(ranks: Any) -> None:
+def test_a_stage_whose_module_is_wrapped_in_part(ranks: Any) -> None:
     for changes, remarks in ranks(4)(_only_a_part_is_wrapped):
         assert not changes
         assert any("only a part of the stage's module is wrapped" in remark for remark in remarks)
@@ -288,7 +286,8 @@ def _three_dimensions() -> tuple[list[str], int]:
     return changes, counters()["weight_grads"] - before
 
 
-@RARELY  # tests/examples/test_three_d.py compares parameters behind each step, on as many ranks
+# tests/examples/test_three_d.py compares parameters after each step, on as many ranks.
+@RARELY
 def test_three_dimensions(ranks: Any) -> None:
     for rank, (changes, deferred) in enumerate(ranks(8)(_three_dimensions, timeout=150)):
         assert not changes, f"rank {rank}: {changes[:4]}"
@@ -296,7 +295,7 @@ def test_three_dimensions(ranks: Any) -> None:
 
 
 def _wrap_some_stages(chunks: int, schedule: str) -> tuple[list[str], int, int]:
-    """Train pipelines whose first rank has stages in DistributedDataParallel, and whose second rank has none."""
+    """Train pipelines whose first rank wraps its stages in DistributedDataParallel and whose second rank does not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
     wrap = _ddp(mesh["dp"]) if mesh.get_local_rank("pp") == 0 else lambda module: module
@@ -314,7 +313,7 @@ def _wrap_some_stages(chunks: int, schedule: str) -> tuple[list[str], int, int]:
     ("chunks", "schedule"), [(1, "Schedule1F1B"), (2, "ScheduleInterleaved1F1B")]
 )
 def test_replicas_of_some_stages_alone(ranks: Any, chunks: int, schedule: str) -> None:
-    """All ranks of a pipeline leave the first step to stock, or none does: their messages would not meet."""
+    """All ranks of a pipeline leave the first step to torch, or none does. Otherwise their messages would not match."""
     for rank, (changes, steps, stock_steps) in enumerate(
         ranks(4)(_wrap_some_stages, chunks, schedule, timeout=60)
     ):

@@ -1,4 +1,4 @@
-"""Losses, outputs, gradients and parameters are bitwise stock's, whatever the class, the order and the model."""
+"""Losses, outputs, gradients and parameters have the bits of stock PyTorch for each class, order and model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MODELS = {
 
 
 def _list_orders() -> tuple[str, ...]:
-    """Return all orders, and on more than two ranks those that differ most."""
+    """Return all orders; on more than two ranks, return the orders that differ most."""
     every = ("as-given", *ORDERS)
     return every if dist.get_world_size() == 2 or ALL_CASES else ("as-given", "1f1b", "zb-h2")
 
@@ -115,9 +115,8 @@ def test_each_class_and_each_order(ranks: Any, world: int, part: slice) -> None:
 @pytest.mark.parametrize("part", range(3))
 def test_each_model(ranks: Any, order: str, part: int) -> None:
     names = list(MODELS)[part::3]
-    if (
-        order == "as-given" and not ALL_CASES
-    ):  # by the same means: a linear's weight gradient is left for later
+    # Both orders defer the weight gradient of a linear by the same mechanism.
+    if order == "as-given" and not ALL_CASES:
         names = names[::2]
     found = ranks(2)(_run_models, names, order)
     _assert_equal(found)
@@ -146,7 +145,7 @@ def test_models_whose_first_forward_has_the_last_backward(ranks: Any) -> None:
         assert outcome.counters["weight_grads"], name
 
 
-def _run_what_is_hidden() -> dict[str, Outcome]:
+def _run_hidden_reads() -> dict[str, Outcome]:
     sizes = {"input_args": (_EXAMPLE,), "output_args": (_EXAMPLE,)}
     part = lambda _index: Variant("read in a reentrant checkpoint")  # noqa: E731
     return {
@@ -156,7 +155,7 @@ def _run_what_is_hidden() -> dict[str, Outcome]:
 
 
 def test_weights_that_a_reentrant_checkpoint_reads(ranks: Any) -> None:
-    _assert_equal(ranks(2)(_run_what_is_hidden))
+    _assert_equal(ranks(2)(_run_hidden_reads))
 
 
 def test_models_on_four_ranks(ranks: Any) -> None:
@@ -204,20 +203,20 @@ def test_options_keep_the_bits_in_fp32(ranks: Any) -> None:
 
 
 def _run_compiled() -> dict[str, Outcome]:
-    whole = Case(
+    outer = Case(
         part=lambda _index: torch.compile(nn.Sequential(Raw(), Raw()), backend="aot_eager")
     )
     inner = Case(part=lambda _index: Variant("compiled inside"))
-    return {"whole": train_both(whole, "zb-h1"), "inner": train_both(inner, "zb-h1")}
+    return {"outer": train_both(outer, "zb-h1"), "inner": train_both(inner, "zb-h1")}
 
 
 def test_compiled_modules_stay_in_the_backward(ranks: Any) -> None:
     found = ranks(2)(_run_compiled, timeout=120)
     _assert_equal(found)
     for outcomes in found:
-        assert outcomes["whole"].counters["weight_grads"] == 0
+        assert outcomes["outer"].counters["weight_grads"] == 0
         assert any(
-            "4 linears in B: inside a compiled module" in text for text in outcomes["whole"].remarks
+            "4 linears in B: inside a compiled module" in text for text in outcomes["outer"].remarks
         )
         assert outcomes["inner"].counters["weight_grads"] == 2 * (6 * 2 - 1), (
             "the first microbatch leaves all in B"
@@ -250,11 +249,11 @@ def test_each_checkpointed_layer_is_recomputed_once_and_trained(
     ranks: Any, reentrant: bool
 ) -> None:
     for rank, (stock, patched, untrained) in enumerate(ranks(2)(_count_recomputations, reentrant)):
-        # The first stage's reentrant checkpoints have inputs without a gradient: stock warns, and does not train them.
-        is_stocks_gap = reentrant and rank == 0
-        blocks, microbatches, runs = 2, 6, 1 if is_stocks_gap else 2  # forward and recomputation
+        # Inputs of the first stage's reentrant checkpoints need no gradient, so torch warns and does not train them.
+        is_torchs_gap = reentrant and rank == 0
+        blocks, microbatches, runs = 2, 6, 1 if is_torchs_gap else 2  # forward and recomputation
         assert stock == patched == blocks * microbatches * runs
-        assert bool(untrained) == is_stocks_gap
+        assert bool(untrained) == is_torchs_gap
 
 
 def _count_hooks() -> list[dict[str, int]]:
@@ -290,7 +289,7 @@ def test_hooks_of_parameters_fire_as_often(ranks: Any) -> None:
 
 
 def _keep_losses(order: str, fuse: bool) -> tuple[int, int]:
-    """Return how many inputs a rank's linears had in a step, and how many are left while its losses are."""
+    """Return the number of inputs of a rank's linears in a step, and how many of them live as long as its losses."""
     ovpatch.apply(
         "pipeline", options={"pipeline": {"schedule": order, "gradient_accumulation_fusion": fuse}}
     )
@@ -302,13 +301,12 @@ def _keep_losses(order: str, fuse: bool) -> tuple[int, int]:
                 lambda _module, args: seen.append(weakref.ref(args[0]))
             )
     rows = torch.randn(6 * ROWS, 2, WIDTH)
-    for _ in range(
-        2
-    ):  # in the first, torch infers shapes; gradients that can be added to are there in the second
+    # Torch infers shapes in the first step. In the second one, gradients exist that W can add to.
+    for _ in range(2):
         seen.clear()
         losses: list[torch.Tensor] = []
         schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows, losses=losses)
-    return len(seen), sum(one() is not None for one in seen)
+    return len(seen), sum(reference() is not None for reference in seen)
 
 
 @pytest.mark.parametrize(

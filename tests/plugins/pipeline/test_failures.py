@@ -1,4 +1,4 @@
-"""A step that fails on one rank names it on all, and the next steps are right."""
+"""A step that fails on one rank names it on all ranks, and the next steps are right."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.plugins.pipeline.cases import (
     counters,
     device,
     differences,
+    list_params,
     make_schedule,
     run_steps,
 )
@@ -34,7 +35,7 @@ SIX = ROWS * 6
 
 
 class Bomb(nn.Module):
-    """Fails in the forward, in the backward of its output, or when a weight gradient comes, once it is armed.
+    """A block that fails in its forward, in the backward of its output, or in a weight gradient, once it is armed.
 
     Attributes:
         left: Calls until it fails, or None.
@@ -62,16 +63,14 @@ class Bomb(nn.Module):
 
 
 class Armed:
-    """Train, with one more step in between that fails on one rank."""
+    """A training whose middle step fails on one rank."""
 
     def __init__(
         self, case: Case, victim: int | None, left: int, group: dist.ProcessGroup | None = None
     ) -> None:
         self.case, self.victim, self.left = case, victim, left
         self.schedule, self.parts = make_schedule(case, group)
-        self.params = [
-            (f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()
-        ]
+        self.params = list_params(self.parts)
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
 
     def run(self) -> tuple[list[Any], str]:
@@ -106,7 +105,7 @@ def fail(
     delay_s: float = 0.0,
     **options: Any,
 ) -> list[tuple[list[str], str]]:
-    """Let a step fail for each victim and number of its call; return what differs afterwards, and the error."""
+    """Let a step fail for each victim and number of its call; return the differences afterwards, and the error."""
     more: dict[str, Any] = (
         {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
     )
@@ -137,7 +136,8 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(
     world = 3 if schedule == "Schedule1F1B" else 2
     victims = list(range(world))
     cases = [(victim, left) for victim in victims for left in (0, 2, 5)]
-    if not ALL_CASES:  # every victim and every call, in different pairs
+    # Every victim and every call remain, in different pairs.
+    if not ALL_CASES:
         cases = cases[where == "B" :: 2]
     by_rank = ranks(world)(fail, where, cases, "zb-h1", schedule)
     for number, (victim, left) in enumerate(cases):
@@ -146,22 +146,22 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(
             assert not wrong, f"rank {rank}, failure {left} of rank {victim}: {wrong[:4]}"
             if rank == victim:
                 assert "out of memory, for a test" in text
-            elif text:  # a rank whose step ended before the failure has a good step
+            # A rank whose step ended before the failure has a good step.
+            elif text:
                 assert text.startswith("PipelineRankError"), text
                 assert f"rank {victim} failed in " in text
                 assert "OutOfMemoryError" in text
                 assert "zero_grad()" in text
             assert ".." not in text
         if where == "F":
-            assert all(
-                results[number][1] for results in by_rank
-            )  # every rank waits for something of this microbatch
+            # Every rank waits for a tensor of this microbatch.
+            assert all(results[number][1] for results in by_rank)
 
 
 def _fail_in_fsdp(
     where: str, victims: Sequence[int], policy: MixedPrecisionPolicy, calls: Sequence[int]
 ) -> list[tuple[list[str], str]]:
-    """Let a stage fail in both of its replicas; return what differs afterwards, and the error."""
+    """Let a stage fail in both of its replicas; return the differences afterwards, and the error."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -205,7 +205,7 @@ def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(
 
 
 class SlowStore:
-    """A store as over a slow network: what is set comes late, but before the answer to a later request."""
+    """A store over a slow network: values come late, but before the reply to a later request."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -231,7 +231,7 @@ def _fail_over_a_slow_network() -> list[tuple[list[str], str]]:
         return fail("F", [(0, 0)], "zb-h1")
 
 
-def test_a_failure_is_known_before_the_messages_behind_it(ranks: Any) -> None:
+def test_a_failure_is_known_before_the_messages_after_it(ranks: Any) -> None:
     for ((wrong, text),) in ranks(3)(_fail_over_a_slow_network):
         assert not wrong
         assert "out of memory, for a test" in text
@@ -324,36 +324,37 @@ def test_ranks_with_other_options_are_an_error(ranks: Any) -> None:
         assert "zb-h1" in text
 
 
-def wait_for_the_others() -> Any:
-    told = failures.StepFailures(dist.group.WORLD)
-    told.step = 3
+def read_failure_on_both_ranks() -> Any:
+    step_failures = failures.StepFailures(dist.group.WORLD)
+    step_failures.step = 3
     if dist.get_rank() == 0:
-        assert told.read() == ""
-        told.publish("rank 0 failed")
-        told.wait_for_readers()
+        assert step_failures.read() == ""
+        step_failures.publish("rank 0 failed")
+        step_failures.wait_for_readers()
         return dist.distributed_c10d._get_process_group_store(dist.group.WORLD).check(
-            [f"{told._key()}/read by 1"]
+            [f"{step_failures._key()}/read by 1"]
         )
     time.sleep(0.3)
-    while not (text := told.read()):
+    while not (text := step_failures.read()):
         time.sleep(0.01)
     return text
 
 
-def test_a_rank_that_hosts_the_store_fails_once_the_others_have_read_it(ranks):
-    assert ranks(2)(wait_for_the_others) == [True, "rank 0 failed"]
+def test_a_rank_that_hosts_the_store_fails_after_its_peers_have_read_the_failure(ranks):
+    assert ranks(2)(read_failure_on_both_ranks) == [True, "rank 0 failed"]
 
 
-def read_of_a_store_that_is_gone() -> str:
-    """As where the rank that hosts it has ended, after its last step."""
-    told = failures.StepFailures(dist.group.WORLD)
-    gone = mock.Mock(side_effect=dist.DistNetworkError("broken pipe"))
-    with mock.patch.object(failures, "group_store", return_value=mock.Mock(check=gone, set=gone)):
-        told.publish("the error of the computation is what the script sees")
-        found = told.read()
-    assert gone.call_count == 2
+def read_a_closed_store() -> str:
+    """Read a store whose host has exited after its last step."""
+    step_failures = failures.StepFailures(dist.group.WORLD)
+    closed = mock.Mock(side_effect=dist.DistNetworkError("broken pipe"))
+    store = mock.Mock(check=closed, set=closed)
+    with mock.patch.object(failures, "group_store", return_value=store):
+        step_failures.publish("the error of the computation is what the script sees")
+        found = step_failures.read()
+    assert closed.call_count == 2
     return found
 
 
-def test_a_store_that_is_gone_has_nothing_to_tell(ranks):
-    assert ranks(2)(read_of_a_store_that_is_gone) == ["", ""]
+def test_a_closed_store_reports_no_failure(ranks):
+    assert ranks(2)(read_a_closed_store) == ["", ""]

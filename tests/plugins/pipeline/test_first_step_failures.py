@@ -1,4 +1,4 @@
-"""A rank fails where torch infers shapes, in the first step: it is named on all, and the next steps are right."""
+"""A rank fails while torch infers shapes in the first step: all ranks name it, and the next steps are right."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch_plugins.pipeline.runtime.step_failures import Vote
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
-from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps
+from tests.plugins.pipeline.cases import Case, differences, list_params, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.plugins.pipeline.test_failures import Bomb
 from tests.support import signs
 
-#: What all ranks have to raise within, where torch's receives wait for half an hour.
+#: The limit in which all ranks must raise. Torch's receives would wait for half an hour.
 SOON_S = 50.0
 
-#: Whether torch infers the shapes of gradients, too, and all shapes anew behind an evaluation.
+#: Whether torch also infers the shapes of gradients, and infers all shapes again after an evaluation.
 INFERS_BACKWARDS = hasattr(PipelineStage, "_recv_meta")
 
 
 class First:
-    """Train, with steps in front that fail on one rank.
+    """A training whose first steps fail on one rank.
 
     Args:
         case: The pipeline.
@@ -45,9 +45,7 @@ class First:
     def __init__(self, case: Case, group: dist.ProcessGroup | None = None) -> None:
         self.case = case
         self.schedule, self.parts = make_schedule(case, group)
-        self.params = [
-            (f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()
-        ]
+        self.params = list_params(self.parts)
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
         self.stages = list_stages(self.schedule)
 
@@ -55,11 +53,11 @@ class First:
         return run_steps(self.case, self.schedule, self.params, self.optimizer, seed)
 
     def fail(self, part: int | None, losses: Any = None) -> tuple[str, float]:
-        """Make a step whose part of this rank fails; return the error and how long it took."""
+        """Make a step that fails in a part of this rank; return the error and the seconds it took."""
         bombs = (
             []
             if part is None
-            else [one for one in self.parts[part].modules() if isinstance(one, Bomb)]
+            else [module for module in self.parts[part].modules() if isinstance(module, Bomb)]
         )
         for bomb in bombs:
             bomb.left = 0
@@ -90,7 +88,7 @@ def bombed(where: str) -> Case:
 
 
 def check(by_rank: Sequence[Any], victim: int, error: str) -> None:
-    """Check that the failure of one rank is named on all, and soon, and that training went on with stock's bits."""
+    """Check that all ranks name the failing one soon, and that training continued with the bits of stock PyTorch."""
     for rank, (text, seconds, wrong) in enumerate(by_rank):
         assert not wrong, f"rank {rank}, failure of rank {victim}: {wrong[:4]}"
         assert seconds < SOON_S, f"rank {rank} raised after {seconds} s"
@@ -127,7 +125,8 @@ def _fail(
     return found
 
 
-#: Ranks whose last stage fails: the first stage of all has no backward while shapes are inferred.
+# In each case, the last stage of a victim fails. The first stage of a pipeline has no backward while shapes are
+# inferred.
 CASES = [
     ("F", 2, ("1F1B", "Interleaved1F1B", "ZBV"), (0, 1)),
     ("F", 4, ("1F1B",), (0, 1, 3)),
@@ -149,7 +148,7 @@ def test_a_rank_that_fails_in_the_first_step_is_named(
 
 
 def _fail_again_and_again() -> list[tuple[str, float, list[str]]]:
-    """Fail on each rank in turn, before the same schedule trains, and behind an evaluation."""
+    """Fail on each rank in turn, before the same schedule trains, and after an evaluation."""
     case = bombed("F")
     stock = First(case)
     expected = [stock.train(0)]
@@ -164,22 +163,22 @@ def _fail_again_and_again() -> list[tuple[str, float, list[str]]]:
         texts += [first.fail(0 if dist.get_rank() == victim else None) for victim in range(size)]
     found.append(first.train(1))
     wrong = differences(expected, found)
-    return [(*one, wrong) for one in texts]
+    return [(*failure, wrong) for failure in texts]
 
 
-def test_failures_on_all_ranks_one_after_the_other(ranks: Any) -> None:
+def test_failures_on_all_ranks_sequentially(ranks: Any) -> None:
     for number, by_rank in enumerate(zip(*ranks(3)(_fail_again_and_again), strict=True)):
         check(by_rank, number % 3, "OutOfMemoryError: out of memory, for a test")
 
 
-def _fail_around_the_inference(victim: int, *, is_behind: bool) -> tuple[str, float, list[str]]:
-    """Fail on inputs that are none, in front of the inference; or where this rank's part of it is through."""
+def _fail_around_the_inference(victim: int, *, is_after: bool) -> tuple[str, float, list[str]]:
+    """Fail on wrong inputs before the inference, or after this rank has done its part of the inference."""
     case = bombed("F")
     stock = First(case).train()
     ovpatch.apply("pipeline")
     first = First(case)
     is_victim = dist.get_rank() == victim
-    if not is_behind:
+    if not is_after:
         text, seconds = first.fail(None, losses=() if is_victim else None)
     else:
         own = vars(first.schedule)
@@ -197,11 +196,11 @@ def _fail_around_the_inference(victim: int, *, is_behind: bool) -> tuple[str, fl
     return text, seconds, differences(stock, first.train())
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_fails_around_its_inference(ranks: Any, victim: int, is_behind: bool) -> None:
+def test_a_rank_that_fails_around_its_inference(ranks: Any, victim: int, is_after: bool) -> None:
     check(
-        ranks(3)(_fail_around_the_inference, victim, is_behind=is_behind),
+        ranks(3)(_fail_around_the_inference, victim, is_after=is_after),
         victim,
         "TypeError: losses must be",
     )
@@ -224,7 +223,7 @@ def test_wrong_inputs_of_a_later_step(ranks: Any) -> None:
 
 
 def _exit(victim: int) -> tuple[list[str], float]:
-    """Leave the inference on one rank by an exception that ends a process; try once more."""
+    """Leave the inference on one rank by an exception that ends a process, and try once more."""
 
     class Leaving(nn.Module):
         def __init__(self) -> None:
@@ -261,7 +260,7 @@ def test_a_rank_that_leaves_the_inference_for_good(ranks: Any) -> None:
 
 
 def _leave_a_vote() -> list[str]:
-    """Decide twice; rank 1 leaves once rank 0 has decided by what rank 1 had announced."""
+    """Decide twice; rank 1 leaves after rank 0 has decided by rank 1's announcement."""
     assert dist.group.WORLD is not None
     vote = Vote(dist.group.WORLD, "test")
     if dist.get_rank():
@@ -278,7 +277,7 @@ def _leave_a_vote() -> list[str]:
     return [*decisions, vote.take(""), vote.take("")]
 
 
-def test_a_rank_that_leaves_behind_its_announcement(ranks: Any) -> None:
+def test_a_rank_that_leaves_after_its_announcement(ranks: Any) -> None:
     assert ranks(2)(_leave_a_vote)[0] == ["the reason"] * 3
 
 
@@ -310,8 +309,9 @@ def _shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(module, mesh=mesh, **options)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("victim", [0, 3])  # of stages 0 and 1, in replicas 0 and 1
-def test_the_other_replicas_hear_of_a_failure(ranks: Any, victim: int) -> None:
+# Ranks of stages 0 and 1, in replicas 0 and 1.
+@pytest.mark.parametrize("victim", [0, 3])
+def test_the_other_replicas_raise_a_failure(ranks: Any, victim: int) -> None:
     check(
         ranks(4)(_fail_in_a_grid, "ddp", [victim]),
         victim,
@@ -319,7 +319,7 @@ def test_the_other_replicas_hear_of_a_failure(ranks: Any, victim: int) -> None:
     )
 
 
-def test_a_stage_without_replicas_hears_of_a_failure(ranks: Any) -> None:
+def test_a_stage_without_replicas_raises_a_failure(ranks: Any) -> None:
     check(
         ranks(4)(_fail_in_a_grid, "fsdp on the first stage", [2]),
         2,
@@ -328,8 +328,9 @@ def test_a_stage_without_replicas_hears_of_a_failure(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_parameters_in_fsdp_are_sharded_behind_a_failure(ranks: Any, stage: int) -> None:
-    victims = [2 * stage, 2 * stage + 1]  # a replica alone would wait for parameters
+def test_parameters_in_fsdp_are_sharded_after_a_failure(ranks: Any, stage: int) -> None:
+    # If only one replica failed, the other one would wait for its parameters.
+    victims = [2 * stage, 2 * stage + 1]
     for rank, (text, seconds, wrong) in enumerate(ranks(4)(_fail_in_a_grid, "fsdp", victims)):
         assert not wrong, f"rank {rank}: {wrong[:4]}"
         assert seconds < SOON_S
@@ -338,14 +339,15 @@ def test_parameters_in_fsdp_are_sharded_behind_a_failure(ranks: Any, stage: int)
 
 
 def _count_keys() -> list[int]:
-    """Return how many keys the store has behind each of some inferences, good ones and others."""
+    """Return the number of keys in the store after each of some failed inferences and some good ones."""
     ovpatch.apply("pipeline")
     store, counts = group_store(dist.group.WORLD), []
     assert store is not None
     first = First(bombed("F"))
     for number in range(8):
         if number % 4 > 1 and INFERS_BACKWARDS:
-            first.evaluate()  # torch infers anew behind it
+            # Torch infers again after an evaluation.
+            first.evaluate()
         if number < 4:
             first.fail(0 if dist.get_rank() else None)
         else:
@@ -364,7 +366,7 @@ def test_nothing_stays_in_the_store(ranks: Any) -> None:
 
 
 def _wait_too_long() -> tuple[str, float, list[str]]:
-    """Have rank 1 wait for the shapes of rank 0 for longer than the group's time-out."""
+    """Have rank 1 wait for the shapes of rank 0 for longer than the timeout of the group."""
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -390,7 +392,7 @@ def _wait_too_long() -> tuple[str, float, list[str]]:
     return text, seconds, differences(stock, first.train())
 
 
-def test_the_time_out_of_the_group_holds(ranks: Any) -> None:
+def test_the_inference_obeys_the_timeout_of_the_group(ranks: Any) -> None:
     error = (
         "RuntimeError: ovpatch: stage 1 waits for the shapes of stage 0, which have not come from "
         "rank 0 within 2 s."
@@ -399,7 +401,7 @@ def test_the_time_out_of_the_group_holds(ranks: Any) -> None:
 
 
 def _count_forwards() -> list[int]:
-    """Return how often modules are called in the first step of a schedule, stock and patched."""
+    """Return the numbers of calls of modules in the first step of a schedule, in stock PyTorch and patched."""
     counts = []
     for patched in (False, True):
         if patched:
@@ -408,13 +410,16 @@ def _count_forwards() -> list[int]:
             first = First(replace(Case(steps=1, microbatches=8), **SCHEDULES[name]))
             first.train()
             blocks = [
-                one for part in first.parts for one in part.modules() if isinstance(one, Block)
+                module
+                for part in first.parts
+                for module in part.modules()
+                if isinstance(module, Block)
             ]
             counts.append(sum(block.runs for block in blocks))
     return counts
 
 
-def test_modules_are_called_as_often_as_under_stock(ranks: Any) -> None:
+def test_modules_are_called_as_often_as_in_stock_pytorch(ranks: Any) -> None:
     for counts in ranks(2)(_count_forwards):
         assert counts[:3] == counts[3:]
         assert counts[0] == 2 * (8 + 1), "two blocks, eight microbatches and the inference"

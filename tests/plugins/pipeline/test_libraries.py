@@ -12,11 +12,12 @@ from tests.plugins.pipeline.cases import Case, Outcome, train_both
 from tests.plugins.pipeline.models import WIDTH, Block, Part
 
 MICROBATCHES, STEPS = 6, 2
-DEFERRING = MICROBATCHES * STEPS - 1  # the first microbatch of all leaves weight gradients in B
+# The first microbatch leaves all weight gradients in B.
+DEFERRING = MICROBATCHES * STEPS - 1
 
 
 def _make_adapted(_index: int) -> nn.Module:
-    """Two blocks whose linears are frozen and have adapters."""
+    """Return two blocks whose linears are frozen and have adapters."""
     from peft import LoraConfig, inject_adapter_in_model
 
     part = Part(Block(), Block())
@@ -28,7 +29,7 @@ def _make_adapted(_index: int) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """A residual layer of experts with weights ``[experts, out, in]``, behind a linear."""
+    """A residual layer of experts with weights ``[experts, out, in]``, after a linear."""
 
     def __init__(self, implementation: str) -> None:
         super().__init__()
@@ -60,13 +61,13 @@ def test_adapters_are_deferred_and_frozen_weights_have_no_w(ranks: Any) -> None:
     pytest.importorskip("peft")
     for rank, outcome in enumerate(ranks(2)(_run, "adapters")):
         assert not outcome.differences, f"rank {rank}: {outcome.differences[:4]}"
-        # A and B of four linears; the first stage's first A reads what needs no gradient.
+        # A and B of four linears are deferred, except the first A of the first stage, whose input needs no gradient.
         assert outcome.counters["weight_grads"] == (8 if rank else 7) * DEFERRING
         assert f"stage {rank}: 4 linears in B: with a frozen weight" in outcome.remarks
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_grouped_experts_stay_in_the_backward_and_the_report_says_so(
+def test_grouped_experts_stay_in_the_backward_and_the_report_lists_them(
     ranks: Any, implementation: str
 ) -> None:
     pytest.importorskip("transformers")
@@ -77,5 +78,5 @@ def test_grouped_experts_stay_in_the_backward_and_the_report_says_so(
         )
         deferred = outcome.counters["weight_grads"] / DEFERRING
         assert deferred == (1 if rank else 0), (
-            "the first stage's linear reads what needs no gradient"
+            "the input of the first stage's linear needs no gradient"
         )

@@ -11,7 +11,14 @@ import torch
 import ovpatch
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.ddp.arms import named
-from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
+from tests.plugins.pipeline.cases import (
+    Case,
+    counters,
+    differences,
+    list_params,
+    make_schedule,
+    run_steps,
+)
 from tests.support.modes import FORWARD_ONLY, MODES
 
 CASES = {
@@ -28,13 +35,9 @@ ENDS = ("is_first", "is_last")
 
 
 def train(case: Case, mode: str) -> list[Any]:
-    """Train two steps, the first of them inside of the mode, or after an evaluation in it."""
+    """Train two steps; the first step is inside of the mode, or follows an evaluation in it."""
     schedule, parts = make_schedule(case)
-    params = [
-        (f"{i}.{name}", param)
-        for i, part in enumerate(parts)
-        for name, param in part.named_parameters()
-    ]
+    params = list_params(parts)
     optimizer = torch.optim.AdamW([param for _, param in params], lr=1e-2)
     contexts = iter([] if mode in FORWARD_ONLY else [MODES[mode]])
     if mode in FORWARD_ONLY:

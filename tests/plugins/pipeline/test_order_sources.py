@@ -1,4 +1,4 @@
-"""Orders from every source are run as they are: gradients are reduced and scaled where the order has REDUCE_GRAD."""
+"""Orders from every source run unchanged: gradients are reduced and scaled at the REDUCE_GRAD of the order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _reduce_by_script(schedule: Any) -> None:
 
 
 def _list_cases() -> dict[str, Case]:
-    """Return a case for each source of an order, with stages that torch reduces and stages that it does not."""
+    """Return a case for each source of an order, with stages that torch reduces and stages that it does not reduce."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
     wraps: dict[str, Callable[[nn.Module], nn.Module]] = {
         "ddp": lambda module: DistributedDataParallel(module, process_group=mesh.get_group()),
@@ -44,7 +44,7 @@ def _list_cases() -> dict[str, Case]:
     for source in ("without REDUCE_GRAD", "REDUCE_GRAD at the end"):
         for name, wrap in wraps.items():
             case = dataclasses.replace(LOOP, source=source, wrap=wrap)
-            # Gradients that FSDP2 has not reduced show only in what the script's own reduction makes of them.
+            # Gradients that FSDP2 has not reduced show only in the result of the script's own reduction.
             after_step = _reduce_by_script if name == "fsdp" else case.after_step
             cases[f"{source}, {name}"] = dataclasses.replace(
                 case, microbatches=8, after_step=after_step
@@ -53,7 +53,7 @@ def _list_cases() -> dict[str, Case]:
 
 
 def _compare(cases: dict[str, Case]) -> dict[str, tuple[list[str], int]]:
-    """Return where each case differs from stock, and how many steps the engine ran."""
+    """Return the differences of each case from stock PyTorch, and the number of steps that the engine ran."""
     found = {}
     stock = {name: train(case) for name, case in cases.items()}
     with ovpatch.applied("pipeline"):
@@ -99,7 +99,7 @@ def test_an_order_that_reduces_in_between_is_left_to_torch(ranks: Any, source: s
 
 
 def _train_with_gradients_kept() -> list[Any]:
-    """Return the scale of the gradients of an order without REDUCE_GRAD, in units of those of the class's order."""
+    """Return the norm of gradients of an order without REDUCE_GRAD, relative to that of the order of the class."""
     found = []
     for source in ("built", "without REDUCE_GRAD"):
         grads = train(dataclasses.replace(LOOP, source=source, steps=1))[2]

@@ -46,7 +46,7 @@ def test_fixed_orders_keep_the_rules_also_with_few_microbatches(name, ranks, mic
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 12), (8, 32)])
 @pytest.mark.parametrize(("name", "stock"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
-def test_gpipe_and_1f1b_are_those_of_torch(name, stock, ranks, microbatches):
+def test_gpipe_and_1f1b_are_the_orders_of_torch(name, stock, ranks, microbatches):
     made = [
         getattr(torch_schedules, stock)(
             BareStage(rank, stages=ranks, ranks=ranks, rank=rank),
@@ -58,7 +58,7 @@ def test_gpipe_and_1f1b_are_those_of_torch(name, stock, ranks, microbatches):
     theirs = convert_torch_order(made[0]._get_pipeline_order())
     ours = build_order(name, ranks=ranks, microbatches=microbatches)
     assert ours[:-1] == theirs[:-1]
-    # torch numbers the Fs of 1F1B's last rank from 1 there; what it runs starts at 0
+    # torch numbers the Fs of 1F1B's last rank from 1 here, although its runtime starts at 0.
     assert [action.kind for action in ours[-1]] == [action.kind for action in theirs[-1]]
 
 
@@ -91,7 +91,7 @@ def test_zero_bubble_orders_hold_as_many_activations_as_the_paper_says(ranks):
         (lambda: build_placement("loop", ranks=0), "1 or more"),
     ],
 )
-def test_errors_end_with_what_can_be_done(call, remedy):
+def test_errors_end_with_a_remedy(call, remedy):
     with pytest.raises(ScheduleError, match=remedy):
         call()
 
@@ -120,7 +120,7 @@ def test_orders_of_torch_are_converted_and_keep_the_rules(name, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 7), (4, 8), (4, 12), (8, 32)])
-def test_the_order_of_a_vee_is_that_of_torch(ranks, microbatches):
+def test_the_order_of_a_vee_is_the_order_of_torch(ranks, microbatches):
     theirs, _ = torch_order("ZBVZeroBubble", ranks=ranks, microbatches=microbatches)
     assert build_vee_order(ranks=ranks, microbatches=microbatches) == theirs
 
@@ -161,7 +161,7 @@ def _parts():
     return _Action(0, _ComputationType.FORWARD, 3), _Action(1, _ComputationType.FULL_BACKWARD, 2)
 
 
-def test_what_is_unknown_in_an_order_is_named():
+def test_unknown_parts_of_an_order_are_named():
     class Strange:
         computation_type, stage_index, microbatch_index, sub_actions = "SHUFFLE", 1, 2, None
 
@@ -216,14 +216,14 @@ def test_the_rule_that_is_broken_is_named(fault, message):
         check_schedule(schedule, (0, 1))
 
 
-def test_descending_microbatches_are_right_only_where_stock_has_them():
+def test_descending_microbatches_are_right_only_if_torch_has_them():
     schedule, placement = torch_order("LoopedBFS", ranks=2, microbatches=3)
     check_schedule(schedule, placement, stock=schedule)
     with pytest.raises(ScheduleError, match="B number 0 of stage 2 is of microbatch 2, not 0"):
         check_schedule(schedule, placement)
 
 
-def test_fs_of_a_rank_keep_their_sequence_where_random_numbers_are_drawn():
+def test_fs_of_a_rank_keep_their_sequence_if_random_numbers_are_drawn():
     stock, placement = torch_order("ZBVZeroBubble", ranks=2, microbatches=4)
     changed = [list(order) for order in stock]
     fs = [index for index, action in enumerate(changed[1]) if action.kind is F]
@@ -239,7 +239,7 @@ def test_fs_of_a_rank_keep_their_sequence_where_random_numbers_are_drawn():
         check_schedule(changed, placement, keep_forward_order=True)
 
 
-def test_a_deadlock_names_what_waits():
+def test_a_deadlock_names_the_waiting_actions():
     orders = [
         [Action(F, 0, 0), Action(BW, 0, 0), Action(F, 0, 1), Action(BW, 0, 1)],
         [Action(F, 1, 0), Action(F, 1, 1), Action(BW, 1, 0), Action(BW, 1, 1)],
@@ -270,7 +270,7 @@ def test_slots_that_are_too_few_are_a_deadlock():
         check_schedule(orders, (0, 1, 0), slots=0)
 
 
-def test_slots_with_which_ranks_end_that_stop_at_each_message():
+def test_slots_that_suffice_for_ranks_that_stop_at_each_message():
     for name in ORDERS:
         assert count_slots(build_order(name, ranks=4, microbatches=8), range(4)) == 1
     found = {

@@ -1,4 +1,4 @@
-"""Which schedules the engine runs, and that the others, and evaluation, are stock's."""
+"""The engine runs schedules that it supports; torch runs the remaining ones, and results have the bits of torch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.plugins.pipeline.cases import (
     counters,
     differences,
     feature_report,
+    list_params,
     make_schedule,
     run_steps,
     train,
@@ -52,7 +53,7 @@ def _advance(before: dict[str, int]) -> dict[str, int]:
 def _train_evaluate_train() -> list[Any]:
     case, found = Case(), []
     schedule, parts = make_schedule(case)
-    params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+    params = list_params(parts)
     optimizer = torch.optim.SGD([param for _, param in params], lr=1e-2)
     for _ in range(2):
         found += run_steps(case, schedule, params, optimizer, 0)
@@ -86,11 +87,7 @@ def _two_schedules() -> list[str]:
         found = []
         for seed in range(2):
             for case, schedule, parts in made:
-                params = [
-                    (f"{i}.{n}", p)
-                    for i, part in enumerate(parts)
-                    for n, p in part.named_parameters()
-                ]
+                params = list_params(parts)
                 found += run_steps(
                     case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), seed
                 )
@@ -109,17 +106,16 @@ def _share_a_stage() -> tuple[list[str], int]:
     def run() -> list[Any]:
         case, found = dataclasses.replace(Case(), steps=1), []
         schedule, parts = make_schedule(case)
-        params = [
-            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
-        ]
+        params = list_params(parts)
         optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
-        other = schedules.ScheduleGPipe(schedule._stage, case.microbatches, loss_fn=compute_loss)
+        gpipe = schedules.ScheduleGPipe(schedule._stage, case.microbatches, loss_fn=compute_loss)
 
         def evaluate() -> None:
-            out = other.eval(*_first(_rows()), target=_rows(), losses=(losses := []))
+            out = gpipe.eval(*_first(_rows()), target=_rows(), losses=(losses := []))
             found.extend([[loss.clone() for loss in losses], None if out is None else out.clone()])
 
-        evaluate()  # first: in torch 2.11 a stage that is initialised for evaluation cannot be trained
+        # The evaluation is first, because a stage of torch 2.11 cannot train after it was initialized for evaluation.
+        evaluate()
         for seed in range(2):
             found += run_steps(case, schedule, params, optimizer, seed)
             evaluate()
@@ -140,18 +136,18 @@ def test_a_schedule_that_only_evaluates_shares_its_stage_with_one_that_trains(ra
 
 
 def _drop() -> tuple[list[bool], str]:
-    """Return what is left of a schedule that the report still shows, and what that says of its bubble."""
+    """Return whether the parts of a dropped schedule that the report still shows are alive, and its bubble's line."""
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
     case = dataclasses.replace(Case(), steps=7)
     schedule, parts = make_schedule(case)
     run_steps(case, schedule, [], torch.optim.SGD(parts[0].parameters()), 0)
     references = [
-        weakref.ref(one) for one in (schedule, schedule._stage, parts[0], *parts[0].parameters())
+        weakref.ref(part) for part in (schedule, schedule._stage, parts[0], *parts[0].parameters())
     ]
     del schedule, parts
     gc.collect()
     bubbles = [line for line in feature_report().remarks if line.startswith("bubble")]
-    return [one() is not None for one in references], bubbles[-1]
+    return [reference() is not None for reference in references], bubbles[-1]
 
 
 def test_the_report_of_a_schedule_that_was_dropped_keeps_no_stage(ranks: Any) -> None:
@@ -164,9 +160,7 @@ def _turn_off_and_on() -> tuple[list[str], dict[str, int]]:
     def run(change: Callable[[int], None]) -> list[Any]:
         case, found = dataclasses.replace(Case(), steps=1), []
         schedule, parts = make_schedule(case)
-        params = [
-            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
-        ]
+        params = list_params(parts)
         optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
         for seed in range(4):
             change(seed)
@@ -204,7 +198,7 @@ def _run_csv(path: str, base: str) -> tuple[list[str], int, str]:
             rows, losses = _rows()[: 3 * ROWS], []
             out = schedule.step(*_first(rows), target=rows, losses=losses)
             found += [
-                losses and [one.detach() for one in losses],
+                losses and [loss.detach() for loss in losses],
                 out,
                 [p.grad.clone() for p in part.parameters()],
             ]
@@ -249,9 +243,7 @@ def _leave_to_stock(kind: str) -> tuple[list[str], dict[str, int], str]:
         schedule, parts = make_schedule(case)
         if kind == "custom":
             schedule.register_custom_function(schedules.REDUCE_GRAD, lambda action, ctx: None)
-        params = [
-            (f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()
-        ]
+        params = list_params(parts)
         return run_steps(case, schedule, params, torch.optim.SGD([p for _, p in params], lr=0.1), 0)
 
     stock = run()
@@ -269,7 +261,7 @@ def _leave_to_stock(kind: str) -> tuple[list[str], dict[str, int], str]:
         ("autograd", "backward_requires_autograd=False"),
     ],
 )
-def test_what_is_left_to_stock_on_all_ranks(ranks: Any, kind: str, reason: str) -> None:
+def test_torch_runs_unsupported_schedules_on_all_ranks(ranks: Any, kind: str, reason: str) -> None:
     for changes, counts, remarks in ranks(2)(_leave_to_stock, kind):
         assert not changes
         assert counts["steps"] == 0
@@ -305,10 +297,8 @@ def _watch_memory() -> tuple[int, int]:
 
 def test_receive_buffers_are_those_in_flight(ranks: Any) -> None:
     for stock, peak in ranks(2)(_watch_memory):
-        assert stock in (
-            0,
-            6,
-        )  # to torch 2.14 they stay, from 2.15 on stock makes each when it is due, too
+        # Up to torch 2.14 the buffers stay. From 2.15 on torch, too, makes each when it is due.
+        assert stock in (0, 6)
         assert peak <= 4
 
 
@@ -332,9 +322,9 @@ def test_the_report_has_costs_and_the_bubble(ranks: Any) -> None:
 
 
 def _predict_twice() -> list[list[float]]:
-    """Return the predicted bubbles of two groups of one name, of which the second has costs of rank 0 alone.
+    """Return the predicted bubbles of two groups of one name; the second group has only the costs of rank 0.
 
-    Gloo itself cannot make two groups of one name in one store. So the second group is the first one without its state.
+    Gloo cannot make two groups of one name in one store. So the second group is the first one without its state.
     """
     found = []
     case = dataclasses.replace(Case(), steps=7)
@@ -372,17 +362,17 @@ def test_nothing_is_imported_before_the_pipeline_is_and_the_solver_for_schedule_
 ) -> None:
     program = tmp_path / "imports.py"
     program.write_text(IMPORTS)
-    applied, taken_over = forks.torchrun(1, program).check().stdout.splitlines()
+    applied, attached = forks.torchrun(1, program).check().stdout.splitlines()
     assert "ovpatch_plugins.pipeline.pipeline_feature" in applied
     assert "torch.distributed.pipelining" not in applied
     assert "pipeline_attach" not in applied
-    assert "pipeline_attach" in taken_over
-    assert "_schedule'" not in taken_over
-    assert "solver" not in taken_over
+    assert "pipeline_attach" in attached
+    assert "_schedule'" not in attached
+    assert "solver" not in attached
 
 
 def _watch_receives() -> tuple[list[str], list[int], list[int]]:
-    """Return, for the first step and for a later one, how many receives have been started before each wait."""
+    """Return the numbers of receives started before each wait, for the first step and for a later one."""
     case = Case("ScheduleInterleaved1F1B", chunks=2, microbatches=4)
     stock = train(case)
     ovpatch.apply("pipeline")
@@ -398,9 +388,8 @@ def _watch_receives() -> tuple[list[str], list[int], list[int]]:
         wait(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            pipeline_attach, "blocks_host", lambda *_: False
-        )  # as on a device; messages stay gloo's
+        # Receives wait on the device here, but gloo carries the messages.
+        patch.setattr(pipeline_attach, "blocks_host", lambda *_: False)
         patch.setattr(Engine, "run_step", _run)
         patch.setattr(Engine, "_wait_for", _wait_for)
         changes = differences(stock, train(case))

@@ -30,7 +30,7 @@ from ovpatch.overlap.pipelining.orders import (
 
 
 def _shuffle(schedule: Schedule, seed: int) -> Schedule:
-    """Return orders in which messages of an edge are read in another sequence than they are sent."""
+    """Return orders that read messages of an edge in another sequence than they send them."""
     draw = random.Random(seed)
     changed = [list(order) for order in schedule]
     for order in changed:
@@ -63,7 +63,7 @@ def _list_schedules() -> list[tuple[Schedule, Placement]]:
 def _find_posts(
     program: Program, messages: dict[tuple[int, int], list[Action]], ahead: int
 ) -> list[list[Receive]]:
-    """Return the receives to start before each computation, by a search of all later ones each time."""
+    """Return the receives to start before each computation, by a search of all later receives each time."""
     steps, started = program.steps, set[Receive]()
     readers = {
         step.receive: number for number, step in enumerate(steps) if step.receive is not None
@@ -99,7 +99,7 @@ def _find_receive(steps: Any, message: Action) -> Receive:
 def _count_unread(
     program: Program, schedule: Schedule, placement: Placement
 ) -> list[dict[int, int]]:
-    """Return the messages that may be unread at the sender of each receive, by counting those it has read before."""
+    """Return the messages that the sender of each receive may not have read, by counting those it has read before."""
     messages, sent, found = list_messages(schedule, placement), [], []
     for step in program.steps:
         unread: dict[int, int] = {}
@@ -130,7 +130,7 @@ def _is_same(action: Action, message: Action) -> bool:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_receives_and_unread_messages_are_those_of_a_plain_search(ahead: int) -> None:
+def test_receives_and_unread_messages_agree_with_a_plain_search(ahead: int) -> None:
     for schedule, placement in _list_schedules():
         messages = list_messages(schedule, placement)
         for rank in range(len(schedule)):
@@ -142,7 +142,7 @@ def test_receives_and_unread_messages_are_those_of_a_plain_search(ahead: int) ->
 
 
 def _count_instructions(call: Callable[[], object]) -> int:
-    """Return how many instructions of the program's module a call executes."""
+    """Return the number of instructions of the program's module that a call executes."""
     count = 0
 
     def trace(frame: Any, event: str, _argument: object) -> Any:

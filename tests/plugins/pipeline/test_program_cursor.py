@@ -1,4 +1,4 @@
-"""The engine under a loop of another library: order of messages and weight gradients, and what it refuses."""
+"""The engine inside a loop of another library: the order of messages and weight gradients, and refused loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import signs
 def run_step(
     engine: ProgramCursor, order: str, microbatches: int, *, varies: bool = False
 ) -> list[str]:
-    """Return what a step of 1F1B on two ranks did: values are checked on the way."""
+    """Return the events of a step of 1F1B on two ranks, and check its values."""
     rank, events = dist.get_rank(), list[str]()
     transport = engine._messages
     send, receive, wait = transport.send, transport.receive, transport._wait_for
@@ -47,12 +47,14 @@ def run_step(
             microbatch = forwards if is_forward else backwards
             events.append(f"{'F' if is_forward else 'B'}{microbatch}")
             if rank == is_forward:
-                assert [one.tolist() for one in found] == [[float(microbatch)] * size(microbatch)]
+                values = [tensor.tolist() for tensor in found]
+                assert values == [[float(microbatch)] * size(microbatch)]
             else:
                 assert found == []
             made = torch.full((size(microbatch),), float(microbatch))
             engine.send([made])
-            made.data = torch.empty(1)  # as a loop frees it
+            # A loop frees a tensor in this way.
+            made.data = torch.empty(1)
             forwards, backwards = forwards + is_forward, backwards + (not is_forward)
         engine.finish()
     return events
@@ -64,10 +66,10 @@ def steps_of_a_loop() -> dict[str, list[str]]:
     return found | {"varies": run_step(engine, "1f1b", 3, varies=True)}
 
 
-def test_receives_start_ahead_and_weight_gradients_are_computed_behind_the_send(ranks):
+def test_receives_start_ahead_and_weight_gradients_are_computed_after_the_send(ranks):
     first, last = (
-        {name: " ".join(events) for name, events in one.items()}
-        for one in ranks(2)(steps_of_a_loop)
+        {name: " ".join(events) for name, events in events_by_name.items()}
+        for events_by_name in ranks(2)(steps_of_a_loop)
     )
     assert (
         first["1f1b"]
@@ -118,7 +120,8 @@ def test_a_loop_of_another_order_is_refused(ranks):
 def interrupted_steps() -> list[float]:
     engine, rank = ProgramCursor(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     found: list[float] = []
-    for step in range(2):  # each ends behind the first F, as by an exception on both ranks
+    # Each step ends after the first F, as if an exception had ended it on both ranks.
+    for step in range(2):
         if rank > step:
             signs.await_others("in the second step")
         engine.start_step("1f1b", 2, torch.empty, print, varies=False)
@@ -132,5 +135,5 @@ def interrupted_steps() -> list[float]:
     return found
 
 
-def test_what_an_interrupted_step_has_sent_arrives_at_a_rank_that_comes_later(ranks):
+def test_messages_of_an_interrupted_step_reach_a_rank_that_comes_later(ranks):
     assert ranks(2)(interrupted_steps) == [[], [7.0, 8.0]]

@@ -1,4 +1,4 @@
-"""A rank fails alone, and the replicas of its stage and of the others raise its error instead of waiting for it."""
+"""A rank fails alone, and the replicas of all stages raise its error instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,20 @@ KINDS: dict[str, tuple[Callable[[DeviceMesh], Wrap], tuple[str, ...]]] = {
     "our ddp": (_ddp, ("ddp",)),
     "fsdp": (_fsdp, ()),
 }
-# Order of the computations, where the victim fails, and at which call. As given, the last B of stage 0 reduces.
+# The order of the computations, the kind that fails on the victim, and at which call. As given, the last B of stage 0
+# reduces.
 FAILURES = [("zb-h1", "F", 1), ("zb-h1", "B", 0), ("zb-h1", "W", 5), ("as-given", "B", 2)]
-VICTIMS = (0, 3)  # of stages 0 and 1, in replicas 0 and 1
+# Ranks of stages 0 and 1, in replicas 0 and 1.
+VICTIMS = (0, 3)
 
 
 def _list_cases(kind: str) -> list[tuple[str, str, int, int]]:
-    # FSDP2 computes with other tensors than those that the hook of W is on.
+    # FSDP2 computes with other tensors than the ones that have the hook of W.
     return [
-        (*one, victim) for one in FAILURES for victim in VICTIMS if (kind, one[1]) != ("fsdp", "W")
+        (*failure, victim)
+        for failure in FAILURES
+        for victim in VICTIMS
+        if (kind, failure[1]) != ("fsdp", "W")
     ]
 
 
@@ -84,14 +89,13 @@ def test_replicas_raise_the_error_of_a_rank_that_fails_alone(ranks: Any, kind: s
             assert not wrong, f"rank {rank}, {case}: {wrong[:4]}"
             if rank == victim:
                 assert "out of memory, for a test" in text
-            elif (
-                text or case[1] != "W" or rank // 2 == victim // 2
-            ):  # the other stage may be through with its step
+            # The other stage may have finished its step.
+            elif text or case[1] != "W" or rank // 2 == victim // 2:
                 assert text.startswith("PipelineRankError"), f"rank {rank}, {case}: {text}"
                 assert f"rank {victim} failed in " in text
                 assert "OutOfMemoryError" in text
-        for one, other in ((0, 1), (2, 3)):
-            assert bool(by_rank[one][number][1]) == bool(by_rank[other][number][1]), case
+        for first, second in ((0, 1), (2, 3)):
+            assert bool(by_rank[first][number][1]) == bool(by_rank[second][number][1]), case
 
 
 def _decide_over_two_groups() -> list[str]:
@@ -104,14 +108,14 @@ def _decide_over_two_groups() -> list[str]:
     ]
 
 
-def test_one_replica_of_a_grid_is_heard_by_all(ranks: Any) -> None:
-    for nothing, one, again, two in ranks(4)(_decide_over_two_groups):
-        assert (nothing, one, again) == ("", "rank 3 of (3,)", "")
-        assert two in ("rank 0 of (0, 2)", "rank 2 of (0, 2)")
+def test_all_replicas_of_a_grid_read_the_failure_of_one(ranks: Any) -> None:
+    for nothing, first, again, second in ranks(4)(_decide_over_two_groups):
+        assert (nothing, first, again) == ("", "rank 3 of (3,)", "")
+        assert second in ("rank 0 of (0, 2)", "rank 2 of (0, 2)")
 
 
-def _refuse_while_the_other_one_computes() -> tuple[list[str], int]:
-    """Have rank 0 refuse before rank 1 comes, which waits for that; return what both decide, and keys that stay."""
+def _refuse_while_the_peer_computes() -> tuple[list[str], int]:
+    """Have rank 0 refuse before rank 1 comes; return the decisions of both, and the number of keys that remain."""
     group, store = dist.group.WORLD, group_store(dist.group.WORLD)
     assert group is not None
     assert store is not None
@@ -119,7 +123,8 @@ def _refuse_while_the_other_one_computes() -> tuple[list[str], int]:
     texts = [replicas.decide("")]
     for number in range(2):
         if dist.get_rank() == 0:
-            texts.append(replicas.decide("rank 0 failed"))  # waits for nobody
+            # Rank 0 waits for no peer here.
+            texts.append(replicas.decide("rank 0 failed"))
             signs.give(f"refused {number}")
             replicas.finish()
         else:
@@ -130,7 +135,7 @@ def _refuse_while_the_other_one_computes() -> tuple[list[str], int]:
     return [*texts, replicas.decide(""), replicas.decide("")], store.num_keys() - keys
 
 
-def test_a_replica_that_failed_waits_for_no_other(ranks: Any) -> None:
-    for texts, kept in ranks(2)(_refuse_while_the_other_one_computes):
+def test_a_replica_that_failed_waits_for_no_peer(ranks: Any) -> None:
+    for texts, kept in ranks(2)(_refuse_while_the_peer_computes):
         assert texts == ["", "rank 0 failed", "rank 0 failed", "", ""]
         assert kept <= 0

@@ -24,11 +24,11 @@ from tests.plugins.pipeline.models import WIDTH, Autocast, Block, Part
 from tests.support.rarely import ALL_CASES
 
 STEPS = ((12, 2), (12, 5), (7, 3), (5, 2), (12, 2))
-"""Rows of a step, which its microbatches share out, and length of the sequences."""
+"""The rows of a step, which its microbatches partition, and the length of the sequences."""
 
 
 class Pair(nn.Module):
-    """Passes two tensors on, of other dimensions; nothing reads the second one."""
+    """A stage that passes on two tensors of different dimensions; no stage reads the second one."""
 
     def __init__(self, index: int, last: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Pair(nn.Module):
 
 
 class Indexed(nn.Module):
-    """Passes on positions, which get no gradient, in front of the hidden states."""
+    """A stage that passes on positions, which get no gradient, before the hidden states."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _apply_gradients(parts: Sequence[nn.Module]) -> list[Any]:
 
 
 def _train_alone(case: Case) -> list[Any]:
-    """Do the same without a pipeline: stages one after the other, one microbatch after the other."""
+    """Train the same model without a pipeline: stages and microbatches run sequentially."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count, modules = size * case.chunks, []
     for index in range(count):
@@ -171,7 +171,8 @@ def _step(schedule: Any, step: int) -> str:
     x, y = _batch(step)
     try:
         schedule.step(*((x,) if dist.get_rank() == 0 else ()), target=y, return_outputs=False)
-    except Exception as error:  # noqa: BLE001 - any error is what the test looks at
+    # The test reads any error.
+    except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error} {error.__cause__}"
     return ""
 
@@ -183,25 +184,26 @@ def _meet_another_shape() -> list[str]:
 
 
 def test_another_shape_is_an_error_on_all_ranks_unless_it_is_expected(ranks: Any) -> None:
-    for rank, (first, other, again) in enumerate(ranks(2)(_meet_another_shape)):
+    for rank, (first, second, again) in enumerate(ranks(2)(_meet_another_shape)):
         assert not first
         assert not again
-        assert rank == 0 or other.startswith("PipelineRankError")
-        if "PipeliningShapeError" in other:  # torch 2.11 checks the script's inputs itself
-            assert "Stage 0 forward inputs: value 0 has a shape mismatch" in other
+        assert rank == 0 or second.startswith("PipelineRankError")
+        # Torch 2.11 checks the inputs of the script itself.
+        if "PipeliningShapeError" in second:
+            assert "Stage 0 forward inputs: value 0 has a shape mismatch" in second
             continue
-        assert rank == 1 or other.startswith("ValueError")
+        assert rank == 1 or second.startswith("ValueError")
         assert (
-            "sends tensors of shapes [(3, 5, 12)], and its receiver expects [(3, 2, 12)]" in other
+            "sends tensors of shapes [(3, 5, 12)], and its receiver expects [(3, 2, 12)]" in second
         )
         assert (
             "Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the microbatches to "
-            "one shape." in other
+            "one shape." in second
         )
 
 
 class Failing(nn.Module):
-    """Fails in one of its forwards or of its backwards."""
+    """A block that fails in one of its forwards or of its backwards."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -246,7 +248,8 @@ def _fail(victim: int, where: str) -> tuple[str, list[str]]:
 def test_a_failed_step_of_other_shapes_leaves_clean_queues(ranks: Any, where: str) -> None:
     for victim in range(3):
         for rank, (text, after) in enumerate(ranks(3)(_fail, victim, where)):
-            is_done = where == "B" and rank > victim and not text  # such a rank may have its step
+            # Such a rank may have finished its step.
+            is_done = where == "B" and rank > victim and not text
             assert is_done or "planted" in text, (rank, text)
             assert after == [""], after
 
@@ -266,7 +269,7 @@ def test_costs_are_measured_between_steps_of_other_shapes(ranks: Any, tmp_path: 
 
 
 def _plant_attributes() -> list[str]:
-    """Return the attributes of a stage that the script has set itself and that a run has changed."""
+    """Return the attributes of a stage that the script has set itself and that a step has changed."""
     planted: dict[str, Any] = {
         name: functools.partial(lambda *_arguments: None)
         for name in ("_validate_fwd_input", "_validate_fwd_outputs", "_send_meta", "_recv_meta")

@@ -11,11 +11,11 @@ from tests.plugins.pipeline.torch_orders import torch_order
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 SIZES = ((4, 8), (4, 12), (4, 32), (8, 12), (8, 32))
-SCALE = 21.6 / (
-    5.98 + 7.32 + 6.25
-)  # F, B and W of one H200 on a machine where a microbatch takes 21.6 ms
+# One H200 takes 5.98, 7.32 and 6.25 ms for F, B and W; the published table is of a machine whose microbatch takes
+# 21.6 ms.
+SCALE = 21.6 / (5.98 + 7.32 + 6.25)
 
-# Excess over m(F+B+W) in percent, of chained steps and, where it differs, of steps at whose end all ranks meet.
+# Excess over m(F+B+W) in percent, of chained steps and, if it differs, of steps that end with a barrier of all ranks.
 EXCESS = {
     "gpipe": ("37.9", "25.2", "9.5", "58.9", "22.1"),
     "1f1b": ("38.4", "25.9", "10.1", "59.6", "22.9"),
@@ -27,7 +27,7 @@ EXCESS = {
     "Interleaved1F1B": ("19.6", "13.0", "4.9", "29.7", "11.4"),
     "InterleavedZeroBubble": ("7.7", "5.1", "1.9", "11.6", "4.5"),
 }
-# Peak activations against those of 1F1B's first rank.
+# Peak activations relative to those of 1F1B's first rank.
 MEMORY = {
     "gpipe": (2, 3, 8, 1.5, 4),
     "1f1b": (1, 1, 1, 1, 1),
@@ -82,7 +82,7 @@ def test_published_steps_are_reproduced(name, ranks, microbatches, cell, memory)
         assert max(steps.peak_memory) / ranks == pytest.approx(memory, abs=0.01)
 
 
-# --- what can be calculated by hand ---
+# --- steps that can be calculated by hand ---
 
 
 def test_one_rank_never_waits():
@@ -117,13 +117,13 @@ def test_1f1b_of_two_ranks_in_numbers():
 
 def test_a_split_backward_sends_before_its_w():
     costs = Costs.uniform(2, forward=1, backward=1, weight=1)
-    whole = build_order("1f1b", ranks=2, microbatches=2)
-    assert simulate(whole, (0, 1), costs, chained=False).step == 9
-    assert simulate(split_backwards(whole), (0, 1), costs, chained=False).step == 8
+    full = build_order("1f1b", ranks=2, microbatches=2)
+    assert simulate(full, (0, 1), costs, chained=False).step == 9
+    assert simulate(split_backwards(full), (0, 1), costs, chained=False).step == 8
 
 
 def test_steps_chain_without_a_barrier():
-    """Rank 1 begins late and ends late: its next step begins while it would wait for the barrier."""
+    """Rank 1 begins late and ends late: its next step starts while it would wait for the barrier."""
     orders = [
         [Action(F, 0, 0), Action(B, 0, 0), Action(W, 0, 0)],
         [Action(F, 1, 0), Action(B, 1, 0), Action(W, 1, 0)],
@@ -155,13 +155,13 @@ def forward_starts(orders, costs, slots=None):
     return [start for action, start, _ in line if action.kind is F]
 
 
-def test_what_a_rank_takes_beside_its_computations_is_spread_over_them():
+def test_overhead_of_a_rank_is_spread_over_its_computations():
     orders = build_order("1f1b", ranks=2, microbatches=4)
     costs = Costs.uniform(2, forward=1, backward=1, weight=1)
     plain = simulate(orders, (0, 1), costs, chained=False)
     slower = simulate(orders, (0, 1), replace(costs, overhead=(0.0, 0.8)), chained=False)
     assert slower.busy == plain.busy
-    # A tenth behind each of the eight computations of rank 1; the last one keeps nobody waiting but the next step.
+    # A tenth follows each of the eight computations of rank 1; only the next step waits for the last one.
     assert slower.step == pytest.approx(plain.step + 0.7)
 
 
@@ -208,7 +208,7 @@ def test_costs_that_cannot_be(make, message):
 # --- memory ---
 
 
-def test_memory_counts_activations_until_b_and_what_w_needs_apart():
+def test_memory_has_activations_until_b_and_separately_the_inputs_of_w():
     schedule = build_order("zb-h1", ranks=4, microbatches=8)
     costs = Costs.uniform(4, forward=1, backward=1, weight=1)
     result = simulate(schedule, range(4), costs)
@@ -221,11 +221,11 @@ def test_checkpointed_stages_hold_more_after_b_than_after_f():
     order = build_order("zb-h1", ranks=2, microbatches=3)[1]
     assert peak_memory(order, Footprint((1.0, 1.0), (14.0, 14.0))) == 28
     assert peak_memory(split_backwards([order])[0], Footprint((1.0, 1.0), (0.0, 0.0))) == 1
-    whole = build_order("1f1b", ranks=2, microbatches=3)[0]
-    assert peak_memory(whole, Footprint((3.0, 1.0), (0.5, 0.5))) == 6
+    full = build_order("1f1b", ranks=2, microbatches=3)[0]
+    assert peak_memory(full, Footprint((3.0, 1.0), (0.5, 0.5))) == 6
 
 
-def test_stages_of_one_rank_share_its_unit():
+def test_stages_of_one_rank_share_its_unit_of_memory():
     footprint = Footprint.from_placement(build_placement("vee", ranks=2, chunks=2), deferred=0.5)
     assert footprint.activations == (0.5,) * 4
     assert footprint.deferred == (0.25,) * 4

@@ -37,14 +37,14 @@ def check(problem, solution):
 # --- published vectors ---
 
 
-# Those of 4 ranks and one row of 8; ``python -m benchmarks.pipeline_solver`` has all of them.
+# Vectors of 4 ranks, and one row of 8 ranks. ``python -m benchmarks.pipeline_solver`` runs all vectors.
 SOME = [vector for vector in VECTORS if vector[0] == 4 or vector[1:4] == (32, 1000, 1100)]
 
 
 @pytest.mark.parametrize(
     "vector", VECTORS if ALL_CASES else SOME, ids=lambda vector: "-".join(map(str, vector[:-1]))
 )
-def test_the_heuristic_of_the_paper_prints_what_its_authors_print(vector):
+def test_the_heuristic_of_the_paper_has_the_bubble_rates_of_its_authors(vector):
     *size, memory, rate = vector
     problem = make_problem(*size, memory)
     operations = Operations(
@@ -62,7 +62,7 @@ def test_the_heuristic_of_the_paper_prints_what_its_authors_print(vector):
 
 
 def test_published_vectors_are_met_or_beaten():
-    """Those with transfers that take time."""
+    """The test uses the vectors whose transfers take time."""
     beaten = 0
     for *size, memory, rate in SOME:
         if not size[-1]:
@@ -101,7 +101,7 @@ def test_steps_of_four_ranks_and_twelve_microbatches_on_h200(memory, most):
     assert solution.simulation.step <= most
 
 
-# --- what holds for every problem ---
+# --- properties of every problem ---
 
 
 @st.composite
@@ -144,7 +144,7 @@ def test_every_solution_keeps_the_rules_and_the_memory_and_no_fixed_order_is_fas
 
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 @pytest.mark.parametrize("random_numbers", [False, True])
-def test_orders_of_torch_are_improved_and_keep_stocks_sequences(name, random_numbers):
+def test_orders_of_torch_are_improved_and_keep_its_sequences(name, random_numbers):
     stock, placement = torch_order(name, ranks=2, microbatches=6)
     costs = Costs.uniform(4, forward=10, backward=12, weight=11, send=1)
     problem = Problem(placement, 6, costs, stock=stock, keep_forward_order=random_numbers)
@@ -155,7 +155,7 @@ def test_orders_of_torch_are_improved_and_keep_stocks_sequences(name, random_num
         assert solution.simulation.step < 0.95 * problem.simulate(stock).step
 
 
-def test_the_search_improves_what_is_made_in_one_pass():
+def test_the_search_improves_the_order_of_one_pass():
     problem = make_problem(4, 8, 1000, 1100, 900, 50, 0.75, vee=True)
     first, searched = solve(problem, effort=0), solve(problem, effort=300_000)
     check(problem, searched)
@@ -230,10 +230,10 @@ def test_lower_bound_is_the_published_formula_for_equal_stages():
     assert find_lower_bound(problem) == limit + extra
     meeting = Problem(range(ranks), 50, costs, chained=False)
     assert find_lower_bound(meeting) == 50 * 30 + (ranks - 1) * (forward + send)
-    halves = Costs.uniform(
+    half_costs = Costs.uniform(
         2 * ranks, forward=forward / 2, backward=backward / 2, weight=weight / 2, send=send
     )
-    vee = Problem(build_placement("vee", ranks=ranks, chunks=2), 50, halves, chained=False)
+    vee = Problem(build_placement("vee", ranks=ranks, chunks=2), 50, half_costs, chained=False)
     assert find_lower_bound(vee) == 50 * 30 + (ranks - 1) * (forward / 2 + send)
 
 
@@ -273,8 +273,8 @@ def test_contradictory_problems_are_refused(problem, message):
         solve(problem(Costs.uniform(2, forward=1, backward=1, weight=1)))
 
 
-def test_full_backwards_fit_where_deferred_ones_do_not():
-    """Checkpointed stages: what waits for W is far larger than what waits for B."""
+def test_full_backwards_fit_if_deferred_ones_do_not():
+    """The inputs of W of checkpointed stages are far larger than the inputs of B."""
     costs = Costs.uniform(2, forward=10, backward=20, weight=10)
     problem = Problem(range(2), 4, costs, 2.0, Footprint((1.0, 1.0), (14.0, 14.0)))
     solution = solve(problem, effort=10_000)

@@ -1,4 +1,4 @@
-"""Weight gradients of linears that ``tp_linear`` computes are left for W, with the bits of stock on 2 x 2 ranks."""
+"""W computes weight gradients of linears of ``tp_linear`` with the bits of stock PyTorch on 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2}
 
 
 class Heads(nn.Module):
-    """Two linears that read one input, whose product a third one reads."""
+    """Two linears that read one input; a third one reads their multiplied outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +94,11 @@ def _part(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
 
 _attention = _part(Attention)
 _case = functools.partial(Case, microbatches=4)
-# A case, whether the sequence is cut, too, the order, and options of the features.
+# A case, whether the sequence is sharded, too, the order, and options of the features.
 CASES: dict[str, tuple[Case, bool, str, dict[str, Any]]] = {
     "plain": (_case(pieces=2), False, "zb-h1", {}),
     "sequence": (_case(), True, "zb-h1", {}),
-    "sequence, one after the other": (_case(), True, "zb-h2", {"tp_linear": {"schedule": "stock"}}),
+    "sequence, stock schedule": (_case(), True, "zb-h2", {"tp_linear": {"schedule": "stock"}}),
     "one gather": (_case(part=_attention), True, "zb-h1", {}),
     "gathered again": (_case(part=_attention), True, "zb-h1", {"tp_linear": {"regather": True}}),
     "bf16, fully sharded": (_case(dtype=torch.bfloat16), True, "zb-h1", {}),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Case, bool, str, dict[str, Any]]] = {
     "as given, on": (_case(), True, "as-given", {"pipeline": {"delay_wgrad_compute": "on"}}),
     "loop": (Case("ScheduleInterleavedZeroBubble", **LOOP), True, "as-given", {}),
 }
-# Weight gradients of a step and stage that W computes: of two weights in two blocks, of four microbatches.
+# The number of weight gradients of a step and stage that W computes: two weights, two blocks, four microbatches.
 DEFERRED = {
     "one gather": 24,
     "gathered again": 24,
@@ -146,9 +146,8 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, bool, list[str
 
         case = Case(**{**vars(case), "wrap": wrap})
         seed = mesh.get_local_rank("tp") if sequence else 0
-        if (
-            case.part is _attention
-        ):  # the gradient of an input with several readers is summed in another order
+        # Several linears read one input, so tp_linear sums its gradient in another order than torch.
+        if case.part is _attention:
             ovpatch.apply("tp_linear", options=options)
         stock = stock_of_block if is_plain_block and stock_of_block else train(case, group, seed)
         if is_plain_block:

@@ -1,4 +1,4 @@
-"""What torch's pipelines got after 2.13 is stock's under the engine, and what their stages do on their own."""
+"""Additions to torch's pipelines after 2.13 behave as in stock PyTorch with the engine, and so do stages alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP = inspect.signature(schedules.PipelineScheduleMulti.step).parameters
 
 
 def needs(argument: str) -> Any:
-    """Skip a test where ``schedule.step()`` of the installed torch does not have an argument."""
+    """Skip a test if ``schedule.step()`` of the installed torch does not have an argument."""
     return pytest.mark.skipif(
         argument not in STEP, reason=f"this torch has no schedule.step({argument}=)"
     )
@@ -77,15 +77,15 @@ def _call(schedule: Any, case: Case, seed: int, **more: Any) -> list[Any]:
 
 
 def _look(parts: Sequence[nn.Module]) -> list[Any]:
-    """Return what a script sees of the parameters: whether they are sharded, values and gradients."""
+    """Return the values and gradients of the parameters as a script sees them, which shows whether they are sharded."""
     found: list[Any] = []
     for part in parts:
         for param in part.parameters():
-            values = [one for one in (param.detach(), param.grad) if one is not None]
+            tensors = [tensor for tensor in (param.detach(), param.grad) if tensor is not None]
             found.append(
                 [
-                    one.to_local().clone() if hasattr(one, "to_local") else one.clone()
-                    for one in values
+                    tensor.to_local().clone() if hasattr(tensor, "to_local") else tensor.clone()
+                    for tensor in tensors
                 ]
             )
     return found
@@ -224,7 +224,7 @@ def test_a_reduction_that_is_waited_for_later(ranks: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """A block with a factor for its input that each stage is given."""
+    """A block with a factor for its input; each stage gets the factor as an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,9 +339,11 @@ def _keep_outputs() -> list[int]:
 )
 def test_outputs_leave_the_stage_when_they_are_sent(ranks: Any) -> None:
     (stock, patched), (_, last) = ranks(2)(_keep_outputs)
-    assert stock == 5  # GPipe waits for its sends behind the last forward
+    # GPipe waits for its sends after the last forward.
+    assert stock == 5
     assert patched == 0
-    assert last == 5  # those that the script gets
+    # The script gets these outputs.
+    assert last == 5
 
 
 def _limit_sends() -> tuple[list[str], list[str]]:
@@ -351,7 +353,7 @@ def _limit_sends() -> tuple[list[str], list[str]]:
 
 
 @needs("finalize_gradients")
-def test_a_limit_of_sends_is_left_to_stock(ranks: Any) -> None:
+def test_torch_runs_schedules_with_a_limit_of_sends(ranks: Any) -> None:
     for changes, remarks in ranks(2)(_limit_sends):
         assert not changes
         assert any(
@@ -360,7 +362,7 @@ def test_a_limit_of_sends_is_left_to_stock(ranks: Any) -> None:
 
 
 class Several(nn.Module):
-    """Passes on positions, hidden states and a tensor that nothing reads, or three that get gradients."""
+    """A stage that passes on positions, hidden states and an unread tensor, or three tensors that get gradients."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()
@@ -404,14 +406,14 @@ def test_outputs_without_a_gradient(ranks: Any) -> None:
 
 
 def _fail_at_first(victim: int) -> tuple[str, list[str]]:
-    """Fail in the first step, where nothing has been sent yet that would tell how many tensors a message has."""
+    """Fail in the first step, before any sent message shows the number of its tensors."""
     size, found, text = dist.get_world_size(), [], ""
     for is_failing in (False, True):
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": "1f1b"}})
         case = Case(part=lambda index: Several(index == size - 1), steps=1)
         schedule, parts = make_schedule(case)
         if is_failing:
-            _fail_behind_inference(schedule, parts[0], dist.get_rank() == victim)
+            _fail_after_inference(schedule, parts[0], dist.get_rank() == victim)
             try:
                 _call(schedule, case, 0)
             except RuntimeError as error:
@@ -423,7 +425,7 @@ def _fail_at_first(victim: int) -> tuple[str, list[str]]:
     return text, differences(*found)
 
 
-def _fail_behind_inference(schedule: Any, part: nn.Module, fails: bool) -> None:
+def _fail_after_inference(schedule: Any, part: nn.Module, fails: bool) -> None:
     initialize = schedule._initialize_stage
 
     def call(*args: Any, **kwargs: Any) -> None:

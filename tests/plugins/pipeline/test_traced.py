@@ -76,7 +76,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_chain_of_traced_stages_is_run_by_the_engine(ranks: Any, world: int) -> None:
+def test_the_engine_runs_a_chain_of_traced_stages(ranks: Any, world: int) -> None:
     names = [
         ("one tensor", "Schedule1F1B"),
         ("two tensors", "Schedule1F1B"),
@@ -93,7 +93,7 @@ def test_a_chain_of_traced_stages_is_run_by_the_engine(ranks: Any, world: int) -
             ), name
 
 
-def test_a_skip_connection_between_traced_stages_is_left_to_torch(ranks: Any) -> None:
+def test_torch_runs_traced_stages_with_a_skip_connection(ranks: Any) -> None:
     name = ("skip", "ScheduleGPipe")
     for rank, found in enumerate(ranks(3)(_compare, [name])):
         changes, advance, remarks = found[name]

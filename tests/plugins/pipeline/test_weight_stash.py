@@ -1,4 +1,4 @@
-"""Stashed weights: bitwise what stages yield that run in one process, with a copy of each for each forward."""
+"""Stashed weights have the bits of stages in one process that copy each stage for each forward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _list_order(case: Case, stage: int, stages: int) -> list[tuple[str, int]]:
 
 
 class _Delayed:
-    """All stages in one process. A forward has a copy of its stage, through which its backward goes."""
+    """All stages in one process. Each forward, and its backward, runs in its own copy of the stage."""
 
     def __init__(self, case: Case, stages: int) -> None:
         self.case, self.modules = case, []
@@ -124,7 +124,7 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], list[str], int, boo
 
 
 @pytest.mark.parametrize(("world", "names"), [(2, list(CASES)), (4, ["plain", "gpipe"])])
-def test_as_a_run_in_one_process_with_the_same_delays(
+def test_stashed_weights_have_the_bits_of_one_process_with_the_same_delays(
     ranks: Any, world: int, names: list[str]
 ) -> None:
     for rank, found in enumerate(ranks(world)(_compare, names)):
@@ -183,7 +183,7 @@ def _misuse_each(kinds: list[str]) -> list[str]:
     return [(_misuse(kind), ovpatch.revert())[0] for kind in kinds]  # type: ignore[func-returns-value]
 
 
-def test_what_cannot_be_stashed_is_an_error_on_all_ranks(ranks: Any) -> None:
+def test_models_that_cannot_be_stashed_are_an_error_on_all_ranks(ranks: Any) -> None:
     for texts in ranks(2)(_misuse_each, list(MISUSES)):
         for kind, text in zip(MISUSES, texts, strict=True):
             assert MISUSES[kind] in text, kind
@@ -217,7 +217,8 @@ def _fail() -> tuple[str, int, bool]:
         [],
         COUNTERS.microbatch_updates,
     )
-    for fails in (False, True, False):  # versions of torch call the loss once more in a first step
+    # Some versions of torch call the loss once more in a first step.
+    for fails in (False, True, False):
         calls = iter(range(6))
         schedule._loss_fn = lambda *args, fails=fails, calls=calls: (
             loss(*args) / (not fails or next(calls) != 3 or 1 // 0)
@@ -231,12 +232,13 @@ def _fail() -> tuple[str, int, bool]:
 
 
 def test_a_step_that_fails_and_the_next_one(ranks: Any) -> None:
-    (first, updates, is_clean), (last, behind, also) = ranks(2)(_fail)
+    (first, updates, is_clean), (last, updates_of_last, also) = ranks(2)(_fail)
     assert last == "ZeroDivisionError: integer division or modulo by zero"
     assert first.startswith(
         "PipelineRankError: ovpatch: the pipeline's step failed: rank 1 failed in 1F3: ZeroDivisionError"
     )
-    assert behind == 6 + 3 + 6  # three backwards before the failure
-    assert 6 + 6 <= updates <= 6 + 3 + 6  # none with zeros of the failed rank
+    assert updates_of_last == 6 + 3 + 6  # three backwards before the failure
+    # No update uses zeros of the failed rank.
+    assert 6 + 6 <= updates <= 6 + 3 + 6
     assert is_clean
     assert also

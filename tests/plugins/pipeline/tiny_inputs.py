@@ -63,7 +63,7 @@ def make_inputs(model: Any, rows: int, *, has_pictures: bool) -> Iterator[Batch]
 
 
 def _make_ids(model: Any, rows: int, pictures: int) -> Tensor:
-    """Return ids of words, after the first of which come tokens of a picture."""
+    """Return ids of words; the first word is followed by tokens of a picture."""
     ids = torch.randint(
         FIRST_WORD, WORDS, (rows, CONTEXT + pictures), generator=torch.Generator().manual_seed(0)
     )
@@ -85,7 +85,7 @@ def _find_picture_token(config: Any) -> int:
 
 
 def _find_number(config: Any, *names: str, default: int) -> int:
-    """Return the first number of a configuration, or of the one of its pictures, with one of some names."""
+    """Return the first number with one of some names in a configuration, or in its configuration of pictures."""
     parts = [value for key, value in vars(config).items() if hasattr(value, "model_type")]
     parts.sort(key=lambda part: "vi" not in part.model_type)
     for part in (*parts, config):
@@ -185,7 +185,8 @@ def _count_tokens(model: Any, pictures: Batch, rows: int) -> Iterator[int]:
             try:
                 with torch.no_grad():
                     found = compute(**known)
-            except Exception:  # noqa: BLE001 - the other owner, or a number of the configuration, may do
+            # The other owner, or a number of the configuration, may do.
+            except Exception:  # noqa: BLE001
                 continue
             for part in (
                 getattr(found, "pooler_output", found),
@@ -207,7 +208,7 @@ def _count_tokens(model: Any, pictures: Batch, rows: int) -> Iterator[int]:
 
 
 def _complete(model: Any, takes: Mapping[str, Any], inputs: Batch, ids: Tensor) -> Batch:
-    """Return a batch with all else that a model demands of it."""
+    """Return a batch with all other inputs that a model requires."""
     is_picture = ids == _find_picture_token(model.config)
     length = ids.shape[1]
     corners = torch.arange(4 * length).view(1, length, 4) % 32

@@ -18,7 +18,7 @@ PLACEMENT_OF = {
 
 
 class BareStage(_PipelineStageBase):
-    """What the constructors of schedules read of a stage."""
+    """A stage with the attributes that the constructors of schedules read."""
 
     def __init__(self, index: int, *, stages: int, ranks: int, rank: int) -> None:
         self.stage_index, self.num_stages, self.group_size, self.group_rank = (
@@ -49,7 +49,7 @@ def torch_object(name: str, *, ranks: int, microbatches: int, chunks: int = 2):
 def torch_order(
     name: str, *, ranks: int, microbatches: int, chunks: int = 2
 ) -> tuple[Schedule, tuple[int, ...]]:
-    """The order of a class and its placement."""
+    """Return the order of a class and its placement."""
     made = torch_object(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = build_placement(PLACEMENT_OF[name], ranks=ranks, chunks=chunks)
     return convert_torch_order(made.pipeline_order), placement

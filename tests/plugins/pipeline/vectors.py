@@ -6,8 +6,8 @@ from ovpatch.overlap.pipelining.orders import build_placement
 from ovpatch.planner.simulator import Costs, Footprint
 from ovpatch.planner.solver import Problem
 
-# Bubble rates that the scheduler of the zero-bubble paper's authors prints for memory of 1, 1.5, 2 and 2.5 p forwards:
-# ranks, microbatches, F, B, W, time of a transfer.
+# Bubble rates that the scheduler of the authors of the zero-bubble paper prints for memory of 1, 1.5, 2 and 2.5 p
+# forwards. A key has ranks, microbatches, F, B, W and the time of a transfer.
 PUBLISHED = {
     (4, 8, 1000, 1000, 1000, 0): (0.1111, 0.0400, 0, 0),
     (4, 16, 1000, 1000, 1000, 0): (0.0588, 0.0204, 0, 0),
@@ -21,7 +21,7 @@ PUBLISHED = {
     (4, 16, 1000, 1300, 700, 50): (0.1011, 0.0716, 0.0457, 0.0184),
     (8, 32, 1000, 1300, 700, 50): (0.1160, 0.0866, 0.0616, 0.0283),
 }
-# The same for its V schedules at the memory of 1F1B, by half-size stages.
+# The same rates for its V schedules at the memory of 1F1B, by half-size stages.
 PUBLISHED_V = (0, 0, 0, 0.0115, 0.0113, 0.0438, 0.0224, 0.0607, 0.0313, 0.0467, 0.0574)
 MEMORIES = (1, 1.5, 2, 2.5)
 VECTORS = [
@@ -30,7 +30,8 @@ VECTORS = [
     for k, rate in zip(MEMORIES, rates, strict=True)
 ]
 ROUNDED = 6e-5
-KEPT, WEIGHT = 34.0, 32.0  # activations until B, and what is left for W
+# Memory of a microbatch: activations until B, and the part of them that W needs.
+KEPT, WEIGHT = 34.0, 32.0
 
 
 def make_problem(

@@ -1,4 +1,4 @@
-"""A decoder whose blocks use all that a recomputation has to repeat, and loops that train it."""
+"""A decoder whose blocks have all that a recomputation must repeat, and records of its training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, ROWS, LENGTH = 16, 2, 6
 
 
 class Block(nn.Module):
-    """Attention and two linears; ``kind`` names what else it does.
+    """A block of attention and two linears; ``kind`` names its additional behavior.
 
     Attributes:
         runs: Forwards so far.
@@ -42,7 +42,7 @@ class Block(nn.Module):
     ) -> Any:
         self.runs += 1
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 2, -1).transpose(1, 2).chunk(3, -1)
-        q, k = ((one * rotary[0] + one.flip(-1) * rotary[1]).to(v.dtype) for one in (q, k))
+        q, k = ((part * rotary[0] + part.flip(-1) * rotary[1]).to(v.dtype) for part in (q, k))
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         h = x + F.dropout(h.transpose(1, 2).reshape(x.shape), self.dropout, self.training)
         if self.kind == "batch norm":
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class Derived(Block):
-    """A block whose forward is its base's, with something around."""
+    """A block whose forward scales the forward of its base."""
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], *, mask: Tensor | None = None
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
     Args:
         make: Makes a block.
         layers: Their number.
-        call: Calls a block, as a script does that checkpoints it.
+        call: Calls a block, for example in a checkpoint, as scripts do.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ def data(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def record(model: nn.Module, *more: Tensor) -> list[Tensor | None]:
-    """Return copies of all that a step leaves, and the next random number."""
+    """Return copies of all tensors that a step leaves, and the next random number."""
     found = [
         *more,
         torch.rand(2),
@@ -125,11 +125,11 @@ def record(model: nn.Module, *more: Tensor) -> list[Tensor | None]:
         *(param.grad for param in model.parameters()),
         *model.parameters(),
     ]
-    return [None if one is None else one.detach().clone() for one in found]
+    return [None if tensor is None else tensor.detach().clone() for tensor in found]
 
 
 def count_differences(a: list[Any], b: list[Any]) -> int:
-    """Return in how many tensors two runs differ by a bit."""
+    """Return the number of tensors in which two runs differ by a bit."""
     assert len(a) == len(b)
     pairs = zip(a, b, strict=True)
     return sum(

@@ -1,4 +1,4 @@
-"""With data, tensor and pipeline parallelism: the same bits, and recomputations that start before waits."""
+"""With data, tensor and pipeline parallelism, results keep their bits, and recomputations start before waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _counted(found: dict[str, int]) -> Iterator[None]:
 # --- data parallelism ---
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_full(tensor: torch.Tensor) -> torch.Tensor:
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
 
@@ -64,10 +64,10 @@ def _train(wrap: str, kind: str = "", micro: int = 2) -> list[torch.Tensor]:
             with contextlib.nullcontext() if is_last or wrap == "fsdp" else model.no_sync():
                 loss = model(data(100 * dist.get_rank() + 10 * step + part)).square().mean()
                 loss.backward()
-        found += [loss.detach(), *(_whole(param.grad) for param in model.parameters())]
+        found += [loss.detach(), *(_copy_full(param.grad) for param in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    return found + [_whole(param) for param in model.parameters()]
+    return found + [_copy_full(param) for param in model.parameters()]
 
 
 def _compare_replicas(granularity: str) -> dict[str, tuple[int, dict[str, int]]]:
@@ -131,9 +131,9 @@ def _tp_counters() -> dict[str, int]:
 def _flat(records: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [
         tensor
-        for one in records
-        for key in one
-        for tensor in (one[key].values() if isinstance(one[key], dict) else [one[key]])
+        for record in records
+        for key in record
+        for tensor in (record[key].values() if isinstance(record[key], dict) else [record[key]])
         if isinstance(tensor, torch.Tensor)
     ]
 
@@ -149,7 +149,7 @@ def _compare_llamas(
     return found
 
 
-# With the number of layers: with three, one block after the other is recomputed ahead.
+# A schedule, a granularity, and the number of layers. With three layers, blocks are recomputed early sequentially.
 LLAMAS = [
     ("bulk", "full", 3),
     ("bulk", "selective", 2),
@@ -165,14 +165,14 @@ def test_tensor_parallelism(ranks: Any, world: int) -> None:
             assert not changed, f"{case}: {changed} tensors differ"
             layers = case[-1]
             assert counts["recomputations"] == counts["calls"] == layers * 2, case
-            # The blocks behind the last one in backward, of each step, under the wait for their gradient.
+            # In each step, blocks whose gradient the backward waits for are recomputed early, all but the last one.
             assert counts["launched_ahead"] == (0 if case[0] == "stock" else (layers - 1) * 2), case
             assert linears["stock_calls"] == 0, case
             assert linears["calls"] > 7 * layers * 2, case
 
 
 def _order_of_a_backward() -> list[str]:
-    """Return gathers of gradients, waits for input gradients and recomputations of one backward, in order."""
+    """Return the gathers of gradients and the recomputations of one backward, in order."""
     events: list[str] = []
     gather, block = TPGroup.all_gather, tp_models.Block.forward
 
@@ -205,7 +205,7 @@ def _run_blocks(model: tp_models.Llama) -> Any:
     return x
 
 
-def test_a_block_is_recomputed_under_the_gather_of_its_gradient(ranks: Any) -> None:
+def test_a_block_is_recomputed_during_the_gather_of_its_gradient(ranks: Any) -> None:
     for events in ranks(2)(_order_of_a_backward):
         assert events[:2] == ["gather", "block"]
         assert events.count("block") == 2
@@ -238,7 +238,7 @@ def _compare_pipelines(names: list[str]) -> dict[str, tuple[int, dict[str, int],
         options = {"pipeline": {"schedule": order}, "recompute": {"ahead": ahead or 1}}
         with ovpatch.applied("pipeline", "recompute", options=options), _counted(counts):
             patched = train(case)
-        flat = [_list_tensors(one) for one in (stock, patched)]
+        flat = [_list_tensors(result) for result in (stock, patched)]
         found[name] = count_differences(*flat), counts, len(flat[0])
     return found
 
@@ -247,7 +247,7 @@ def _list_tensors(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     return (
-        [one for item in value for one in _list_tensors(item)]
+        [tensor for item in value for tensor in _list_tensors(item)]
         if isinstance(value, list)
         else [value]
     )
@@ -262,12 +262,11 @@ def test_pipelines(ranks: Any, world: int) -> None:
             assert not changed, f"{name}: {changed} tensors differ"
             assert tensors > 20
             backwards = case.steps * case.microbatches * case.chunks
-            # A stage infers shapes by one more forward, and a backward where it sends a gradient.
+            # A stage infers shapes by one more forward, and by a backward if it sends a gradient.
             for counter in ("recomputations", "calls"):
                 assert 2 * backwards <= counts[counter] <= 2 * backwards + 2 * case.chunks, name
-            stages = case.chunks - (
-                rank == world - 1
-            )  # those that receive the gradient of their output
+            # These stages receive the gradient of their output.
+            stages = case.chunks - (rank == world - 1)
             assert (
                 counts["launched_ahead"] == (ahead or 1) * case.steps * case.microbatches * stages
             ), name
@@ -304,7 +303,7 @@ def test_a_block_is_recomputed_before_the_gradient_has_come(ranks: Any) -> None:
 
 
 def _in_three_dimensions() -> tuple[int, dict[str, int]]:
-    """Pipeline and tensor parallelism, with `tp_linear` in both arms."""
+    """Train with pipeline and tensor parallelism, with ``tp_linear`` in both arms."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     group = mesh["pp"].get_group()
 
@@ -333,9 +332,8 @@ def test_tensor_parallel_stages(ranks: Any) -> None:
     for rank, (changed, counts) in enumerate(ranks(4)(_in_three_dimensions)):
         assert not changed
         assert counts["recomputations"] >= 2 * 2 * 6
-        assert counts["launched_ahead"] == (
-            2 * 6 if rank < 2 else 0
-        )  # under the receive; the last stage has none
+        # Blocks are recomputed during the receive; the last stage has none.
+        assert counts["launched_ahead"] == (2 * 6 if rank < 2 else 0)
 
 
 def _waits_when_off() -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Losses, gradients, parameters, buffers and random numbers are bitwise stock's, whatever blocks do."""
+"""Losses, gradients, parameters, buffers and random numbers have the bits of stock PyTorch for blocks of all kinds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _grad_of_grad(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x.requires_grad_()
-    with sdpa_kernel(SDPBackend.MATH):  # no other one has second derivatives
+    # No other backend has second derivatives.
+    with sdpa_kernel(SDPBackend.MATH):
         loss = model(x).square().mean()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + grad.square().sum()).backward()
@@ -101,15 +102,15 @@ def _evaluated_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A loop.
+    """A training loop.
 
     Attributes:
         make: Makes a block.
         step: Runs forward and backward.
         model: Arguments of the model.
         wrap: Changes the model.
-        dtype: Of the parameters.
-        calls: Recomputed calls of a block in two steps; None for those of every forward.
+        dtype: The dtype of parameters.
+        calls: Recomputed calls of all blocks in two steps.
     """
 
     make: Callable[[], nn.Module] = Block
@@ -196,7 +197,7 @@ def test_as_stock(ranks: Any) -> None:
         assert bool(again) == bool(calls), name
 
 
-# --- what is kept ---
+# --- kept tensors ---
 
 
 def _saved_bytes(granularity: str) -> tuple[int, list[int]]:
@@ -235,14 +236,14 @@ def _count_operators() -> dict[str, int]:
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.attention = self.products = 0
+            self.attention = self.gemms = 0
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             name = func._schema.name
             self.attention += "attention" in name and "backward" not in name
-            self.products += name in ("aten::mm", "aten::addmm")
+            self.gemms += name in ("aten::mm", "aten::addmm")
             return func(*args, **(kwargs or {}))
 
     found = {}
@@ -254,7 +255,7 @@ def _count_operators() -> dict[str, int]:
             with Count() as count:
                 loss.backward()
             recompute(model, "none")
-            found[f"{granularity} {dropout}"] = count.attention, count.products
+            found[f"{granularity} {dropout}"] = count.attention, count.gemms
     return found
 
 
@@ -281,7 +282,8 @@ def _count_calls() -> tuple[int, int]:
         model = Decoder(layers=2, call=call)
         if call is plain_call:
             recompute(model, "selective")
-        model(data(0)).square().mean().backward()  # what is called once
+        # The first step makes the calls that run only once.
+        model(data(0)).square().mean().backward()
         calls = 0
 
         def count(_frame: Any, event: str, _argument: Any) -> None:
@@ -298,13 +300,13 @@ def _count_calls() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def test_selective_calls_less_python_than_torchs(ranks: Any) -> None:
-    """Where the host bounds a step, that is what a block with kept operators costs."""
+def test_selective_calls_less_python_than_torchs_checkpoint(ranks: Any) -> None:
+    """If the host bounds a step, these calls are the cost of a block with kept operators."""
     ((torchs, ours),) = ranks(1)(_count_calls)
     assert ours < 0.75 * torchs
 
 
-def _change_what_is_kept() -> str:
+def _change_a_kept_output() -> str:
     class Changes(Block):
         def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
             h = x.unflatten(-1, (2, -1)).transpose(1, 2)
@@ -324,13 +326,13 @@ def _change_what_is_kept() -> str:
 
 
 def test_a_kept_output_that_was_changed_is_an_error(ranks: Any) -> None:
-    (text,) = ranks(1)(_change_what_is_kept)
+    (text,) = ranks(1)(_change_a_kept_output)
     assert "was changed in place after the call" in text
     assert text.endswith("use granularity=full.")
 
 
 class _WritesThroughView(Block):
-    """Changes a tensor in place through a view, and by itself."""
+    """A block that changes a tensor in place, through a view and directly."""
 
     def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
         h = self.up(x)
@@ -350,7 +352,7 @@ def _keep_views() -> int:
     return count_differences(*found)
 
 
-def test_changes_in_place_and_views_are_repeated_though_named(ranks: Any) -> None:
+def test_changes_in_place_and_views_are_repeated_although_keep_names_them(ranks: Any) -> None:
     assert ranks(1)(_keep_views) == [0]
 
 
@@ -368,12 +370,12 @@ def test_changes_in_place_and_views_are_repeated_though_named(ranks: Any) -> Non
         ("t", (None,), ("aten.t",), False),
     ],
 )
-def test_operators_that_have_to_run_again_are_not_kept(
+def test_operators_that_must_run_again_are_not_kept(
     operator: str, arguments: tuple[Any, ...], keep: tuple[str, ...], kept: bool
 ) -> None:
-    """Without attention's dropout, a dropout behind it would draw other numbers in the recomputation.
+    """If attention with dropout were kept, a later dropout would draw other numbers in the recomputation.
 
-    Without a view or a change in place, the recomputation's own tensors would not be changed.
+    If a view or a change in place were kept, the recomputation would not change its own tensors.
     """
     policy = make_policy(keep)(None, getattr(torch.ops.aten, operator).default, *arguments)
     assert policy is (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
@@ -383,10 +385,10 @@ def test_operators_that_have_to_run_again_are_not_kept(
 
 
 class _Breaks(Block):
-    """A block that cannot be computed again; ``how`` says why.
+    """A block that cannot be computed again, for the reason ``how``.
 
     Attributes:
-        forwards: A count of forwards that no recomputation restores, since it is an attribute of the class.
+        forwards: A count of forwards that no recomputation restores, because it is an attribute of the class.
     """
 
     forwards = 0
@@ -404,7 +406,7 @@ class _Breaks(Block):
             return x + self.norm(x)
         if self.how == "other shapes" and has_run:
             x = x[:, :3].repeat(1, 2, 1)[:, :4]
-            mask, rotary = None, [one[:4] for one in rotary]
+            mask, rotary = None, [part[:4] for part in rotary]
         result = super().forward(x, rotary, mask=mask)
         if self.how == "gradient inside":
             torch.autograd.grad(result.sum(), self.up.weight, retain_graph=True)
@@ -447,7 +449,7 @@ def _break_all() -> dict[str, str]:
     return {how: _break(how) for how in BROKEN}
 
 
-def test_what_cannot_be_computed_again_is_an_error_with_a_remedy(ranks: Any) -> None:
+def test_blocks_that_cannot_be_computed_again_are_an_error_with_a_remedy(ranks: Any) -> None:
     (found,) = ranks(1)(_break_all)
     for how, text in found.items():
         assert BROKEN[how] in text, f"{how}: {text}"

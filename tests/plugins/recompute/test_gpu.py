@@ -18,7 +18,7 @@ WIDTH, LENGTH, STEPS = 256, 64, 9
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part with dropout; an embedding, whose backward adds by atomics."""
+    """A layer of attention and a feed-forward with dropout, and an embedding whose backward adds by atomics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Noisy(nn.Module):
-    """A layer that is scaled by a number which the recomputation cannot repeat."""
+    """A layer that is scaled by a number that the recomputation cannot repeat."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ def both(make: Any, dtype: torch.dtype, check: str) -> tuple[list[Tensor], list[
 def test_blocks_are_recomputed_without_a_false_error(check, dtype):
     stock, patched, recomputations = both(Layer, dtype, check)
     assert recomputations == 4 * STEPS
-    # The first loss has seen no gradient, which atomics may round otherwise.
+    # The first loss precedes all gradients, which atomics may round differently.
     assert count_differences(stock[:1], patched[:1]) == 0
     for a, b in zip(stock, patched, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.gpu(1)
-def test_a_block_that_computes_something_else_is_an_error():
+def test_a_block_that_computes_other_values_is_an_error():
     with pytest.raises(RecomputeError, match=r"block layers\.\d does not compute the same again"):
         both(Noisy, torch.bfloat16, "auto")

@@ -19,7 +19,7 @@ WIDTH = 12
 
 
 class Block(nn.Module):
-    """Two linears with dropout between, batch norm, and a counter that the forward changes in place."""
+    """Two linears with dropout between them, batch norm, and a counter that the forward changes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 def train(mode: str) -> list[dict[str, Any]]:
-    """Train three steps, the first of them inside of the mode, or after a forward in it."""
+    """Train three steps; the first step is inside of the mode, or follows a forward in it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
     recompute(model)
@@ -50,7 +50,7 @@ def train(mode: str) -> list[dict[str, Any]]:
         if step == 0 and mode in FORWARD_ONLY:
             with MODES[mode]():
                 before = model(x)
-                # A fake tensor has a shape alone.
+                # A fake tensor has a shape but no values.
                 record["before"] = tuple(before.shape) if mode == "fake" else before.clone()
         with MODES[mode]() if step == 0 and mode not in FORWARD_ONLY else contextlib.nullcontext():
             loss = model(x).square().mean()

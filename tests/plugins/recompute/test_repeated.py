@@ -1,7 +1,8 @@
-"""A forward that is run again is the same forward, with its random streams, counters, caches and hooks.
+"""A forward that runs again is the same forward, with its random streams, counters, caches and hooks.
 
-Parts are habits of scripts in a block. Each is a case, and random blocks have several of them. Modules and random
-generators that are restored then have the bits of stock PyTorch. State that cannot be restored is an error.
+Parts are habits of scripts in a block. Each is a case, and random blocks have several of them. If the recomputation
+restores their modules and random generators, they have the bits of stock PyTorch. State that cannot be restored is an
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 import ovpatch
 from ovpatch.insight.verify.verification import Request
 from ovpatch_plugins.recompute import RecomputeError, recomputation, recompute
-from ovpatch_plugins.recompute import recompute_attach as takeover
+from ovpatch_plugins.recompute import recompute_attach as attach
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.recompute.models import count_differences
 
@@ -36,7 +37,7 @@ _SHARED = types.SimpleNamespace(calls=0, generator=random.Random(0))
 
 
 class Part(nn.Module):
-    """Maps (batch, 6) to (batch, 6) by ``function(self, x)``."""
+    """A module that maps (batch, 6) to (batch, 6) by ``function(self, x)``."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def test_each_part_is_stocks(ranks: Any) -> None:
+def test_each_part_has_the_bits_of_torch(ranks: Any) -> None:
     (found,) = ranks(1)(_compare, list(PARTS))
     assert {name: changed for name, (changed, _, _) in found.items() if changed} == {}
     forwards = 2 * 2 * 5
@@ -299,7 +300,7 @@ def _lose(names: list[str]) -> dict[str, str]:
     return found
 
 
-def test_what_is_out_of_reach_is_an_error(ranks: Any) -> None:
+def test_state_out_of_reach_is_an_error(ranks: Any) -> None:
     (found,) = ranks(1)(_lose, list(LOST))
     for name, text in found.items():
         assert text.startswith(
@@ -318,7 +319,7 @@ def _write_late(part: Part, x: Tensor) -> Tensor:
     return _count_in_place(part, x) if part.calls > 3 else _scale(part, x, 0.0)
 
 
-# Parts that first do something in a late call, which is an error with its own remedy.
+# Parts that first change state in a late call, which is an error with its own remedy.
 LATE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a draw from numpy": (
         lambda: Part(_draw_late, calls=0),
@@ -359,7 +360,7 @@ def test_state_that_first_changes_in_a_late_call_is_an_error(ranks: Any) -> None
 
 def _lose_attribute() -> str:
     class Once(nn.Module):
-        """Reads a graph that is left from before, and removes it."""
+        """A module that reads a graph of an earlier call, and removes it."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -383,7 +384,7 @@ def _lose_attribute() -> str:
     return "no error"
 
 
-def test_an_attribute_with_a_graph_that_is_gone_is_an_error(ranks: Any) -> None:
+def test_an_attribute_whose_graph_was_freed_is_an_error(ranks: Any) -> None:
     (text,) = ranks(1)(_lose_attribute)
     assert text.startswith(
         "ovpatch: block layers.1 does not compute the same again: its forward found an attribute that no"
@@ -438,11 +439,11 @@ def test_random_blocks(ranks: Any) -> None:
     assert not wrong
 
 
-# --- what else depends on the forward's state ---
+# --- more dependencies on the state of a forward ---
 
 
 class _Noisy(nn.Module):
-    """Adds noise of a generator that it is given."""
+    """A block that adds noise of a generator that it gets as an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -514,7 +515,7 @@ def test_hooks_of_all_modules_are_called_once(ranks: Any) -> None:
 
 
 def _leave_outputs() -> int:
-    """Return how many calls of blocks are alive after steps that leave a loss in an attribute and never use it."""
+    """Return the number of calls of blocks that live after steps that leave an unused loss in an attribute."""
     model = Stack([[lambda: Part(_keep_loss)]] * 2)
     recompute(model, blocks="layers.*")
     for _ in range(4):
@@ -531,8 +532,8 @@ def _leave_outputs() -> int:
     return len(alive)
 
 
-def test_a_call_does_not_keep_the_one_before(ranks: Any) -> None:
-    """The graph of an attribute that is never used holds its own call, in stock PyTorch its own tensors."""
+def test_a_call_does_not_keep_the_previous_one(ranks: Any) -> None:
+    """The graph of an unused attribute keeps its own call. In stock PyTorch, it keeps its own tensors."""
     assert ranks(1)(_leave_outputs) == [2]
 
 
@@ -563,14 +564,16 @@ def _count_digests() -> dict[str, list[int]]:
     return found
 
 
-def test_digests_are_taken_in_few_calls(ranks: Any) -> None:
+def test_auto_takes_digests_in_few_calls(ranks: Any) -> None:
     (found,) = ranks(1)(_count_digests)
     assert [index for index, count in enumerate(found["auto"]) if count] == [0, 1, 2, 4, 8]
     assert all(found["always"])
     assert not any(found["never"])
 
 
-def test_verify_compares_in_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_verify_compares_values_in_every_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     request = Request(["true"], tmp_path)
     assert request.make_variant("patched", None).variables["OVPATCH_RECOMPUTE_CHECK"] == "always"
     assert "OVPATCH_RECOMPUTE_CHECK" not in request.make_variant("stock").variables
@@ -579,7 +582,7 @@ def test_verify_compares_in_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def _sample_on_device(names: list[str]) -> dict[str, str]:
-    """Train as on a device, where samples are compared and their flags are read at the end of a backward."""
+    """Train as on a device, which compares samples and reads their flags at the end of a backward."""
     reads = 0
     real = recomputation._check_pending
 
@@ -604,7 +607,7 @@ def _sample_on_device(names: list[str]) -> dict[str, str]:
     return found
 
 
-def test_samples_on_devices_are_read_once_a_backward(ranks: Any) -> None:
+def test_samples_on_devices_are_read_once_per_backward(ranks: Any) -> None:
     (found,) = ranks(1)(_sample_on_device, ["generator", "generator of the script", "dropout"])
     assert found["generator"] == found["dropout"] == "1 no error"
     assert found["generator of the script"].startswith("1 ovpatch: block layers.")
@@ -616,11 +619,8 @@ def test_samples_on_devices_are_read_once_a_backward(ranks: Any) -> None:
         (torch.float32, lambda x: x, False),
         (torch.float32, lambda x: x * (1 + 1e-6), False),
         (torch.float32, lambda x: x * 1.01, True),
-        (
-            torch.float32,
-            lambda x: x * (torch.arange(len(x)) != 3),
-            False,
-        ),  # a route that rounding errors changed
+        # Rounding errors may change a route.
+        (torch.float32, lambda x: x * (torch.arange(len(x)) != 3), False),
         (torch.float32, lambda x: x * (torch.arange(len(x)) % 8 != 3), True),
         (torch.float32, lambda x: torch.where(torch.arange(len(x)) % 8 != 3, x, torch.nan), True),
         (torch.bfloat16, lambda x: x * (1 + 2**-7), False),
@@ -659,7 +659,7 @@ def _walks_of_many_optimizers() -> tuple[int, int, int, int]:
     early = Stack([[PARTS["dropout"]]] * 2)
     loaded = copy.deepcopy(early)
     with ovpatch.applied("recompute", options=BLOCKS):
-        looked = mock.Mock(wraps=takeover._find_models)
+        searches = mock.Mock(wraps=attach._find_models)
         with (
             mock.patch.object(gc, "get_objects", count),
             mock.patch.object(gc, "get_referrers", count_referrers),
@@ -667,7 +667,7 @@ def _walks_of_many_optimizers() -> tuple[int, int, int, int]:
             models = [Stack([[PARTS["dropout"]]] * 2), early, loaded]
             models.append(copy.deepcopy(Stack([[PARTS["dropout"]]] * 2)))
             params = [param for model in models for param in model.parameters()]
-            with mock.patch.object(takeover, "_find_models", looked):
+            with mock.patch.object(attach, "_find_models", searches):
                 kept = [torch.optim.SGD([param], lr=0.1) for param in params]
                 kept += [
                     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(20)
@@ -675,13 +675,13 @@ def _walks_of_many_optimizers() -> tuple[int, int, int, int]:
         before = COUNTERS.calls
         for model in models:
             model(torch.ones(4, WIDTH)).backward()
-    return walks, looked.call_count, len(kept), COUNTERS.calls - before
+    return walks, searches.call_count, len(kept), COUNTERS.calls - before
 
 
 def test_optimizers_find_their_models_without_a_walk(ranks: Any) -> None:
-    """An optimizer for each parameter looks through each model's parameters once, and never through all objects."""
-    ((walks, looked, optimizers, calls),) = ranks(1)(_walks_of_many_optimizers)
+    """Optimizers of single parameters search each model's parameters once, and never search all objects."""
+    ((walks, searches, optimizers, calls),) = ranks(1)(_walks_of_many_optimizers)
     assert walks == 0
     assert calls == 4 * 2
-    assert looked == 4
+    assert searches == 4
     assert optimizers > 50

@@ -1,4 +1,4 @@
-"""Which blocks are found and taken over, what users still see, and that all of it is given back."""
+"""Blocks are found and patched, scripts see the same objects, and revert restores all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.rarely import ALL_CASES
 
 
 class Two(nn.Module):
-    """An encoder and a decoder, and lists that are no blocks."""
+    """A model with an encoder and a decoder, and with lists that are no blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,11 @@ ENCODER, DECODER = (
         (("*.layers",), ["encoder.layers", "decoder.layers"]),
     ],
 )
-def test_blocks_by_name_by_class_and_by_themselves(
-    patterns: tuple[str, ...], names: list[str]
-) -> None:
+def test_blocks_are_found_by_name_and_by_class(patterns: tuple[str, ...], names: list[str]) -> None:
     assert [block.name for block in find_blocks(Two(), patterns)] == names
 
 
-def test_names_are_those_without_wrappers() -> None:
+def test_names_do_not_contain_wrappers() -> None:
     model = Decoder()
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
     wrapped = nn.Module()
@@ -79,7 +77,7 @@ def test_names_are_those_without_wrappers() -> None:
     ],
 )
 def test_options(option: str, text: str, expected: Any) -> None:
-    parse = next(one.parse for one in OPTIONS if one.name == option)
+    parse = next(known.parse for known in OPTIONS if known.name == option)
     assert parse is not None
     if expected is None:
         with pytest.raises(ValueError, match="expected"):
@@ -115,7 +113,7 @@ def _lives() -> dict[str, Any]:
     found["copied"] = _calls(copy.deepcopy(model))
     stream = io.BytesIO()
     torch.save(model.layers[0], stream)
-    found["pickled without us"] = b"ovpatch_plugins" not in stream.getvalue()
+    found["pickled without ovpatch"] = b"ovpatch_plugins" not in stream.getvalue()
     found["unpickled"] = len(pickle.loads(pickle.dumps(model)).state_dict()) == len(
         model.state_dict()
     )
@@ -125,21 +123,21 @@ def _lives() -> dict[str, Any]:
     ]
     ovpatch.revert()
     found["reverted"] = _calls(model)
-    found["forward is stock's"] = vars(Block)["forward"] is stock
+    found["forward is the stock one"] = vars(Block)["forward"] is stock
     found["left"] = [key for key in vars(model.layers[0]) if "ovpatch" in key]
     del kept, optimizer
     return found
 
 
-def test_models_of_optimizers_are_taken_over_and_given_back(ranks: Any) -> None:
+def test_models_of_optimizers_are_patched_and_reverted(ranks: Any) -> None:
     (found,) = ranks(1)(_lives)
     assert found["built before apply()"] == found["with an optimizer"] == found["copied"] == 3
     assert found["without an optimizer"] == found["reverted"] == 0
     assert found["class"]
-    assert found["pickled without us"]
+    assert found["pickled without ovpatch"]
     assert found["unpickled"]
     assert found["remarks"]
-    assert found["forward is stock's"]
+    assert found["forward is the stock one"]
     assert not found["left"]
 
 
@@ -215,11 +213,10 @@ def _wrapped_blocks() -> list[Any]:
 
 def _compile(granularity: str) -> dict[str, tuple[int, int]]:
     found = {}
-    whole = (
-        granularity == "full" or ALL_CASES
-    )  # how a block is called does not depend on what it recomputes
+    # The calls of a block do not depend on the operators that it recomputes.
+    runs_all = granularity == "full" or ALL_CASES
     for train in (
-        (_compiled_model, _compiled_blocks, _wrapped_blocks) if whole else (_compiled_blocks,)
+        (_compiled_model, _compiled_blocks, _wrapped_blocks) if runs_all else (_compiled_blocks,)
     ):
         torch.compiler.reset()
         stock = train()
@@ -240,7 +237,7 @@ def test_compiled_blocks(ranks: Any, granularity: str) -> None:
 
 
 def _compiled_parts() -> list[Any]:
-    """Train with a part of each block compiled, with a break in its graph."""
+    """Train with a part of each block compiled, and with a break in its graph."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = Decoder(layers=2)
@@ -285,7 +282,7 @@ def _under_transforms() -> tuple[bool, int]:
     return equal, COUNTERS.calls - before
 
 
-def test_transforms_are_left_to_stock(ranks: Any) -> None:
+def test_torch_runs_functional_transforms(ranks: Any) -> None:
     assert ranks(1)(_under_transforms) == [(True, 0)]
 
 
@@ -319,9 +316,8 @@ def _train_layers(
     options = {"recompute": {"blocks": "model.layers.[01]"}}
     with ovpatch.applied("recompute", options=options) if patched else contextlib.nullcontext():
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.1, **sizes)).train()
-        vars(nn.Module).get("smart_apply") and delattr(
-            nn.Module, "smart_apply"
-        )  # which transformers leaves there
+        # Transformers leaves the attribute on the class.
+        vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
         if kwargs is not None:
             model.gradient_checkpointing_enable(kwargs)
         optimizer = _sgd(model)
@@ -342,7 +338,7 @@ def _compare_layers() -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def test_layers_of_transformers_are_not_checkpointed_twice(ranks: Any) -> None:
-    """With a cache, as by default; and where the script asks transformers to checkpoint, its way stays."""
+    """Models have a cache, as by default. If a script has transformers checkpoint, the script's way stays."""
     pytest.importorskip("transformers")
     (found,) = ranks(1)(_compare_layers, timeout=120)
     for name, (changed, counts) in found.items():

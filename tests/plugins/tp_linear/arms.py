@@ -1,4 +1,4 @@
-"""Runs a function twice in one worker, stock and patched, and what such functions share."""
+"""Run functions twice in one worker, in stock PyTorch and patched; helpers of such functions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SCHEDULES = ["stock", "bulk", "ring", "chunk"]
 def both(
     function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Record:
-    """Return what ``function`` returns stock and patched, and what it counted."""
+    """Return the results of ``function`` in stock PyTorch and patched, and the counters."""
     return arms.both(function, *args, apply=partial(apply, options), counters=counters, **kwargs)
 
 
 def all_both(
     function: Callable[..., Any], cases: arms.Cases, *, options: dict[str, Any] | None = None
 ) -> Record:
-    """Do so for the keyword arguments of every case, under one ``apply()``."""
+    """Do the same for the keyword arguments of every case, with one ``apply()``."""
     return arms.all_both(function, cases, apply=partial(apply, options), counters=counters)
 
 
@@ -46,12 +46,12 @@ def check_same(
     *,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Demand stock's results of functions, in one call of ``run``, which is ``ranks(world)``.
+    """Compare the results of functions with those of stock PyTorch, in one call of ``run``, which is ``ranks(world)``.
 
     Args:
         run: Runs on the ranks.
-        cases: For each function, what is counted in it; before that, where it has arguments, a table of these.
-        options: Of the feature.
+        cases: The expected counters of each function; if the function has arguments, a table of them comes first.
+        options: Options of the feature.
     """
     calls, counted = {}, {}
     for function, what in cases.items():
@@ -88,7 +88,7 @@ def mesh(*sizes: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
 
 
 def device() -> torch.device:
-    """Return where this rank computes."""
+    """Return the device of this rank."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"
@@ -96,8 +96,8 @@ def device() -> torch.device:
     )
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy of a tensor; of a DTensor all of it."""
+def copy_full(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of a tensor; a DTensor is gathered."""
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -105,23 +105,23 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def part(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy of a tensor; of a DTensor what this rank has of it, or all of it where that is a term of a sum."""
+    """Return a copy of a tensor; of a DTensor, the part of this rank, or the sum if its parts are terms of a sum."""
     if isinstance(tensor, DTensor) and not any(
         placement.is_partial() for placement in tensor.placements
     ):
         return tensor.detach().to_local().clone()
-    return whole(tensor)
+    return copy_full(tensor)
 
 
 def seen(model: nn.Module, *, gathered: bool = False) -> Record:
-    """Return all gradients and parameters, and how they are laid out.
+    """Return all gradients and parameters, and their layouts.
 
     Args:
         model: The model.
-        gathered: Whether all of each, to be held against a model that is not cut. Otherwise a rank returns its own
-            parts: a gather of each takes as long as the step, and both arms' parts are compared on all ranks.
+        gathered: Whether to gather all tensors, to compare them with a model that is not cut. Otherwise, a rank returns
+            its own parts. A gather of each takes as long as the step, and ranks compare the parts of both arms.
     """
-    named, of = dict(model.named_parameters()), whole if gathered else part
+    named, of = dict(model.named_parameters()), copy_full if gathered else part
     return {
         "grad": {name: of(param.grad) for name, param in named.items()},
         "param": {name: of(param) for name, param in named.items()},
@@ -130,7 +130,7 @@ def seen(model: nn.Module, *, gathered: bool = False) -> Record:
 
 
 def layout(tensor: Tensor | None) -> str:
-    """Return what a tensor is, in words."""
+    """Describe the dtype, shape and placements of a tensor."""
     if isinstance(tensor, DTensor):
         return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.placements}"
     return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

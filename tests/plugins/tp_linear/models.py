@@ -51,8 +51,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         batch, length = x.shape[:2]
         q, k, v = (
-            one(x).view(batch, length, -1, self.size).transpose(1, 2)
-            for one in (self.q, self.k, self.v)
+            linear(x).view(batch, length, -1, self.size).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         h = torch.nn.functional.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
         return self.out(h.transpose(1, 2).reshape(batch, length, -1))
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, norm and head, as plans for sequence parallelism cut them."""
+    """A model of embedding, blocks, norm and head, as plans for sequence parallelism cut it."""
 
     def __init__(
         self,
@@ -98,21 +98,23 @@ class Llama(nn.Module):
 def parallel_llama(
     model: Llama, mesh: Any, *, loss_parallel: bool = False, local: bool = False
 ) -> Llama:
-    """Cut a model as torchtitan's plan does: the sequence between linears, heads and features in them."""
-    cut, whole = Shard(1), Replicate()
+    """Cut a model as torchtitan's plan does: the sequence between linears, and heads and features inside of them."""
+    cut, replicated = Shard(1), Replicate()
     outer = {
-        "words": RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "words": RowwiseParallel(input_layouts=replicated, output_layouts=cut),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(
             input_layouts=cut,
-            output_layouts=Shard(-1) if loss_parallel else whole,
+            output_layouts=Shard(-1) if loss_parallel else replicated,
             use_local_output=not loss_parallel,
         ),
     }
     inner = {
         "norm1": SequenceParallel(),
         "attention": PrepareModuleInput(
-            input_layouts=(cut, None), desired_input_layouts=(whole, None), use_local_output=local
+            input_layouts=(cut, None),
+            desired_input_layouts=(replicated, None),
+            use_local_output=local,
         ),
         "attention.q": ColwiseParallel(),
         "attention.k": ColwiseParallel(),
@@ -120,7 +122,7 @@ def parallel_llama(
         "attention.out": RowwiseParallel(output_layouts=cut),
         "norm2": SequenceParallel(),
         "mlp": PrepareModuleInput(
-            input_layouts=(cut,), desired_input_layouts=(whole,), use_local_output=local
+            input_layouts=(cut,), desired_input_layouts=(replicated,), use_local_output=local
         ),
         "mlp.w1": ColwiseParallel(),
         "mlp.w3": ColwiseParallel(),

@@ -1,13 +1,13 @@
-"""The kernels of schedule ``fused``, each a few times on small shapes, for compute-sanitizer.
+"""Run the kernels of schedule ``fused``, each a few times on small shapes, for compute-sanitizer::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 torchrun --nproc-per-node 2 --no-python compute-sanitizer --tool memcheck \
         --report-api-errors no --error-exitcode 9 python -m tests.plugins.tp_linear.sanitized
 
-Likewise ``racecheck`` and ``synccheck``. Without torch's cache of memory, every tensor has bounds that memcheck knows.
-torch asks the driver whether memory can be shared between hosts, and takes no for an answer: no error. Ranks speak over
-gloo, so that no kernels but ours and torch's run; they may share a GPU, if LOCAL_RANK is 0 for all of them and
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1. The exit status is 1 if a result is wrong, 9 if the tool finds
-something.
+Use ``racecheck`` and ``synccheck`` in the same way. Without torch's cache of memory, every tensor has bounds that
+memcheck can check. Torch queries the driver whether hosts can share memory, and handles a no, which is not an error.
+Ranks communicate over gloo, so that only our kernels and torch's run. Ranks may share a GPU, if
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1 and LOCAL_RANK is 0 for all of them. The exit status is 1 if a result is
+wrong, and 9 if the tool finds a fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ovpatch.overlap.tensor_parallel import triton_launch as launch
 from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 
 CUTS = (Tiles(), Tiles(columns=128, stages=2, split=True, pullers=3, width=64))
-SHAPES = (  # rows of a rank, features, features of each product
+# Rows of a rank, features, and features of each GEMM.
+SHAPES = (
     (130, 136, (264,)),
     (128, 64, (40, 8, 256)),
     (1, 8, (16, 24)),
@@ -35,7 +36,7 @@ SHAPES = (  # rows of a rank, features, features of each product
 
 
 class Numbers:
-    """Whole numbers of which sums of products are exact; every rank can draw any rank's."""
+    """Integers for GEMMs whose sums are exact; every rank can draw the numbers of any rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._seeds, self._device = itertools.count(1), device
@@ -48,14 +49,14 @@ class Numbers:
 def gathered(
     space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles
 ) -> bool:
-    """Gather and multiply, with biases and transposed weights where tiles are stored in halves."""
+    """Gather and multiply; if tiles are stored in halves, with biases and transposed weights."""
     xs = [drawn(m, k) for _ in range(space.world)]
     weights = [drawn(k, n).t() if cut.split else drawn(n, k) for n in features]
     biases = [drawn(n) if cut.split else None for n in features]
     found = launch.gather_linear(space, xs[space.rank], weights, biases, tiles=cut)
     assert found is not None
-    outs, whole = found
-    right = torch.equal(whole, torch.cat(xs))
+    outs, rows = found
+    right = torch.equal(rows, torch.cat(xs))
     for out, weight, bias in zip(outs, weights, biases, strict=True):
         wanted = torch.cat(xs).float() @ weight.float().t()
         right &= torch.equal(out, (wanted if bias is None else wanted + bias.float()).bfloat16())
@@ -65,7 +66,7 @@ def gathered(
 def scattered(
     space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[int, ...], cut: Tiles
 ) -> bool:
-    """Multiply and add up; rank 0 stores what it has multiplied before, where tiles are stored in halves."""
+    """Multiply and sum; if tiles are stored in halves, rank 0 stores a GEMM that was computed before."""
     rows = space.world * m
     xs = [[drawn(rows, n) for n in features] for _ in range(space.world)]
     weights = [
@@ -90,7 +91,7 @@ def scattered(
 
 
 def wrong(space: Workspace) -> Iterator[str]:
-    """Yield the names of what comes out wrong; each launch is made twice, the second time as it was prepared."""
+    """Yield the names of wrong results; each launch runs twice, the second time as a prepared launch."""
     drawn = Numbers(space.device)
     for shape, cut, _ in itertools.product(SHAPES, CUTS, range(2)):
         for operator in (gathered, scattered):
@@ -109,7 +110,8 @@ def main() -> int:
         sys.exit(f"the kernels cannot run here: {objection}")
     found = list(wrong(Workspace(group, device)))
     torch.cuda.synchronize()
-    dist.barrier()  # nobody's memory goes while another one's kernel signals into it
+    # A rank must not free memory that the kernel of a peer still signals into.
+    dist.barrier()
     print(f"rank {dist.get_rank()}: " + ("; ".join(found) or "all is right"), flush=True)
     dist.destroy_process_group()
     return bool(found)

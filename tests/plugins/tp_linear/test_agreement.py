@@ -1,4 +1,4 @@
-"""Ranks that are not patched alike."""
+"""Ranks whose patches differ."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def differing(how: str) -> str:
     group = mesh()
     first = dist.get_rank() == 0
     if how == "one is stock" and first:
-        return ""  # it would go on to a collective, in which it finds nobody
+        # This rank would continue with a collective that no peer joins.
+        return ""
     schedule = "ring" if how == "schedules" and first else "bulk"
-    patience, consensus.LATE_START_S = consensus.LATE_START_S, 1.0
+    timeout_s, consensus.LATE_START_S = consensus.LATE_START_S, 1.0
     try:
         with ovpatch.applied("tp_linear", options={"tp_linear": {"schedule": schedule}}):
             model = MLP()
@@ -28,7 +29,7 @@ def differing(how: str) -> str:
                 assert type(model.up.weight).__name__ == "Parameter", "nothing is half-applied"
                 return str(error)
     finally:
-        consensus.LATE_START_S = patience
+        consensus.LATE_START_S = timeout_s
     return "no error"
 
 

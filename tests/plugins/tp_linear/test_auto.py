@@ -1,4 +1,4 @@
-"""Schedule ``auto``: what it chooses, and that whatever it chooses computes what stock does."""
+"""Schedule ``auto`` makes choices, and every choice computes the results of stock PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AUTO = {"schedule": "auto"}
 
 @contextlib.contextmanager
 def forced(first: int) -> Iterator[list[str]]:
-    """Let schedules win in turn; wires know what they have chosen before."""
+    """Let schedules win in turn, without the choices of earlier groups."""
     tp_group.drop_tp_groups()
     with races.forced(first) as won:
         yield won
@@ -49,7 +49,7 @@ def won_by(first: int, function: Any, *args: Any, **kwargs: Any) -> tuple[Record
 
 
 def wrong() -> tuple[list[str], set[str]]:
-    """What operators compute wrongly whichever schedule wins, and which ones have won."""
+    """Return the wrong results of operators with any winner, and the schedules that won."""
     found, winners = [], set()
     for first in range(len(MEASURED_NAMES)):
         with forced(first) as won:
@@ -75,7 +75,7 @@ def test_operators_compute_the_same_whoever_wins(ranks, world):
 
 
 def measuring(sizes: list[int]) -> Record:
-    """Call two operators, forward and backward, and say what is in the report then."""
+    """Call two operators, forward and backward, and return the lines that they add to the report."""
     world, group = dist.get_world_size(), dist.group.WORLD
     before = len(report_lines("tp_linear"))
     for size in sizes:
@@ -103,9 +103,9 @@ def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):
     lines = first["lines"]
     assert len(lines) == 2 * 2 * 2, "two shapes, two operators, two directions"
     assert lines[0].startswith("gather_linear forward, 64 x 32 -> 16, float32, 2 ranks: ")
-    assert "fused" not in lines[0], "which computes as bulk does on the CPU"
+    assert "fused" not in lines[0], "on the CPU, fused computes as bulk does"
     assert all(name in lines[0] for name in ("stock ", "ring ", "chunk4 ", "; measured)"))
-    assert "bulk" not in lines[0], "which computes this forward as stock does"
+    assert "bulk" not in lines[0], "bulk computes this forward as the schedule stock does"
     assert lines[1].startswith("gather_linear backward, 64 x 32 -> 16, float32, 2 ranks: ")
     assert lines[3].startswith("linear_scatter backward, 64 x 16 -> 8, float32, 2 ranks: ")
     (again,) = {tuple(result["lines"]) for result in ranks(2)(measuring, [96, 128], env=env)}
@@ -131,7 +131,7 @@ def test_shapes_that_differ_between_ranks_are_named(ranks):
         assert "4 x 8 -> 3, float32, 2 ranks" in text
 
 
-def test_only_what_differs_is_measured():
+def test_only_schedules_that_differ_are_measured():
     arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
     assert "fused" in arms
     wires: Any = type("Wires", (), {"world": 2})()
@@ -160,7 +160,7 @@ MODELS: dict[str, dict[str, Any]] = {"": {}, "checkpoints": {"checkpointing": "r
 
 
 def models() -> list[tuple[Record, list[str]]]:
-    """What a model computes stock and with each winner, and who won how often."""
+    """Return the results of a model in stock PyTorch and with each winner, and the winners of each race."""
     stocks = {name: seeded(test_llama.llama, steps=1, **case) for name, case in MODELS.items()}
     found = []
     for first, options in enumerate(({}, {"regather": True}, {}, {"chunks": 2})):
@@ -188,7 +188,7 @@ def test_a_model_computes_the_same_whoever_wins(ranks):
 
 
 def watched(watch: Any) -> list[Record]:
-    """What layers with some reader of the gathered input see, whichever schedule wins."""
+    """Return the results of layers whose gathered input has another reader, with each winner."""
     bodies = (test_shared.both_called, *test_shared.OTHER_READERS)
     stocks = [seeded(test_shared.watched, watch, body, "a", True) for body in bodies]
     found = []
@@ -229,7 +229,7 @@ def test_a_compiled_model(ranks):
 
 
 class Replicated(nn.Module):
-    """A linear of what all ranks have, and one whose terms are added up: the first has nothing to choose by."""
+    """A model of a linear that reads a replicated input, which has nothing to choose, and a linear that is reduced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,12 +283,12 @@ def test_models_and_graphs_on_gpus(ranks):
         equal(result["stock"], result["patched"])
         assert result["counters"]["shared_calls"] > 0
     for result in ranks(2)(both, test_gpu.replayed, options=AUTO, **NCCL):
-        for of_graph, eager in result["patched"]["steps"]:
-            equal([{"": eager}], [{"": of_graph}])
+        for replayed, eager in result["patched"]["steps"]:
+            equal([{"": eager}], [{"": replayed}])
 
 
-def left_behind() -> Record:
-    """What a first call leaves of memory and of a generator's state, and what a capture does with an unknown shape."""
+def measure_on_gpu() -> Record:
+    """Return changes of memory and of a generator's state after first calls, and the result of a captured new shape."""
     group, width = dist.group.WORLD, 1024
     weight = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
     allocated, reserved = [], []
@@ -320,17 +320,17 @@ def left_behind() -> Record:
 
 
 @pytest.mark.gpu(2)
-def test_measuring_leaves_nothing_behind(ranks):
-    for result in ranks(2)(left_behind, **NCCL):
+def test_measuring_keeps_no_memory(ranks):
+    for result in ranks(2)(measure_on_gpu, **NCCL):
         assert result["rng"]
         assert result["right"]
-        assert not result["captured"], "nothing is measured under a capture"
-        # Torch keeps some hundred bytes of each time that symmetric memory is shared, which grows with the rows.
+        assert not result["captured"], "a capture measures nothing"
+        # Torch keeps some hundred bytes whenever symmetric memory is shared, which grows with the rows.
         assert max(result["allocated"][1:]) - result["allocated"][1] <= 4096, result
         assert result["reserved"][-1] <= result["reserved"][1], result
 
 
-def test_what_schedules_are_raced():
+def test_schedules_that_race():
     arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
     assert autotuned._list_distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
     assert autotuned._list_distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")

@@ -1,4 +1,4 @@
-"""What ``CommDebugMode`` counts of the styles' programs, stock and patched, and what these programs compute."""
+"""The counts of ``CommDebugMode`` in programs with all styles, in stock PyTorch and patched, and their results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import ovpatch
 from ovpatch.overlap.tensor_parallel import tp_group
 from tests.plugins.ddp.checks import on
-from tests.plugins.tp_linear.arms import Record, all_both, draw, layout, mesh, seen, whole
+from tests.plugins.tp_linear.arms import Record, all_both, copy_full, draw, layout, mesh, seen
 from tests.plugins.tp_linear.models import MLP, WIDTH, Attention, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
 
-CUT, WHOLE, FEATURES = Shard(0), Replicate(), Shard(-1)
+CUT, REPLICATED, FEATURES = Shard(0), Replicate(), Shard(-1)
 LENGTH = 12  # divides by 2, 3 and 4
 WORDS = 48
 
@@ -40,8 +40,8 @@ Made = tuple[nn.Module, Callable[[nn.Module], Any]]
 
 
 def counts(mode: CommDebugMode) -> Record:
-    """Return what a mode has counted so far, in all and for each module."""
-    each = {
+    """Return the counts of a mode so far: all of them, and those of each module."""
+    by_module = {
         (module, direction): {str(name): number for name, number in found.items()}
         for module, directions in mode.comm_module_counts.items()
         for direction, found in directions.items()
@@ -49,7 +49,7 @@ def counts(mode: CommDebugMode) -> Record:
     }
     return {
         "all": {str(name): number for name, number in mode.get_comm_counts().items() if number},
-        "each": each,
+        "by_module": by_module,
     }
 
 
@@ -60,7 +60,7 @@ def local(tensor: Tensor) -> Tensor:
 def watched(
     make: Callable[[], Made], watch: Callable[[], Any] = CommDebugMode, alone: bool = False
 ) -> Record:
-    """Take one step under modes; ``alone``: on the first rank only."""
+    """Take one step in modes; with ``alone``, only the first rank enters them."""
     torch.manual_seed(0)
     watches = not alone or dist.get_rank() == 0
     modes = [watch() if watches else contextlib.nullcontext() for _ in range(3)]
@@ -73,9 +73,8 @@ def watched(
     with modes[0]:
         model, run = make()
     count(modes[0])
-    optimizer = torch.optim.SGD(
-        model.parameters(), 0.01, foreach=False
-    )  # AdamW divides gradients of zero by noise
+    # AdamW would divide gradients of zero by noise.
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=False)
     with modes[1], loss_parallel():
         output, *inputs = run(model)
         count(modes[1])
@@ -85,9 +84,9 @@ def watched(
         optimizer.step()
     count(modes[2])
     return {
-        "output": whole(local(output)),
+        "output": copy_full(local(output)),
         "layout": layout(output),
-        "inputs": [(layout(x.grad), whole(x.grad)) for x in inputs],
+        "inputs": [(layout(x.grad), copy_full(x.grad)) for x in inputs],
         **seen(model),
         "counts": found,
     }
@@ -97,16 +96,16 @@ def watched(
 
 
 def given(*shape: int, cut: Any = None, dtensor: bool = False, needs_grad: bool = True) -> Tensor:
-    """Return an input: this rank's part of one, or what all ranks have; as a plain tensor, or as a DTensor."""
+    """Return an input: the part of this rank, or a replicated one; as a plain tensor, or as a DTensor."""
     x = draw(*shape, seed=1, dtype=torch.float64)
     if dtensor:
-        return distribute_tensor(x, mesh(), [cut or WHOLE]).requires_grad_(needs_grad)
+        return distribute_tensor(x, mesh(), [cut or REPLICATED]).requires_grad_(needs_grad)
     if cut is not None:
         x = x.chunk(dist.get_world_size(), cut.dim)[dist.get_rank()].contiguous()
     return x.requires_grad_(needs_grad)
 
 
-def one(model: nn.Module, style: Any, shape: Sequence[int], **how: Any) -> Made:
+def cut_model(model: nn.Module, style: Any, shape: Sequence[int], **how: Any) -> Made:
     parallelize_module(model.double(), mesh(), style)
 
     def run(model: nn.Module) -> Any:
@@ -117,26 +116,28 @@ def one(model: nn.Module, style: Any, shape: Sequence[int], **how: Any) -> Made:
 
 
 def linear(style: Any, *shape: int, **how: Any) -> Callable[[], Made]:
-    return lambda: one(nn.Linear(WIDTH, 48), style, shape or (LENGTH, WIDTH), **how)
+    return lambda: cut_model(nn.Linear(WIDTH, 48), style, shape or (LENGTH, WIDTH), **how)
 
 
 def mlp(plan: Plan, *shape: int, **how: Any) -> Callable[[], Made]:
-    return lambda: one(MLP(), plan, shape or (LENGTH, WIDTH), **how)
+    return lambda: cut_model(MLP(), plan, shape or (LENGTH, WIDTH), **how)
 
 
 def attention(use_local_output: bool) -> Made:
     plan = {
         "": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=WHOLE, use_local_output=use_local_output
+            input_layouts=Shard(1),
+            desired_input_layouts=REPLICATED,
+            use_local_output=use_local_output,
         ),
         **{name: ColwiseParallel() for name in "qkv"},
         "out": RowwiseParallel(output_layouts=Shard(1)),
     }
-    return one(Attention(WIDTH, 12, True), plan, (2, LENGTH, WIDTH), cut=Shard(1))
+    return cut_model(Attention(WIDTH, 12, True), plan, (2, LENGTH, WIDTH), cut=Shard(1))
 
 
 class Named(nn.Module):
-    """Takes an input by name."""
+    """A model with keyword inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Named(nn.Module):
 def by_name() -> Made:
     prepare = PrepareModuleInput(
         input_kwarg_layouts={"x": CUT, "y": CUT},
-        desired_input_kwarg_layouts={"x": WHOLE, "y": WHOLE},
+        desired_input_kwarg_layouts={"x": REPLICATED, "y": REPLICATED},
     )
     model = Named().double()
     column = ColwiseParallel(use_local_output=False)
@@ -164,11 +165,11 @@ def by_name() -> Made:
 
 def prepared_output() -> Made:
     plan = {
-        "": PrepareModuleOutput(output_layouts=WHOLE, desired_output_layouts=CUT),
+        "": PrepareModuleOutput(output_layouts=REPLICATED, desired_output_layouts=CUT),
         "up": ColwiseParallel(input_layouts=CUT),
         "down": RowwiseParallel(),
     }
-    return one(MLP(), plan, (LENGTH, WIDTH), cut=CUT)
+    return cut_model(MLP(), plan, (LENGTH, WIDTH), cut=CUT)
 
 
 class Normed(nn.Module):
@@ -187,11 +188,11 @@ def sequence() -> Made:
         "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         "drop": SequenceParallel(),
     }
-    return one(Normed(), plan, (2, LENGTH, WIDTH), cut=Shard(1))
+    return cut_model(Normed(), plan, (2, LENGTH, WIDTH), cut=Shard(1))
 
 
 class Words(nn.Module):
-    """An embedding and a head, which may share their weight."""
+    """A model of an embedding and a head, which may share their weight."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -226,8 +227,8 @@ def llama(frozen: str = "", trained: str = "", losses_cut: bool = True, layers: 
     return model, run
 
 
-# The input is laid out otherwise than for the product, or one of torch's collectives still writes it.
-LEFT_TO_STOCK = ("row, of what all have", "words", "words, cut", "words, tied")
+# The input is not laid out as the GEMM needs it, or a collective of torch is still writing it.
+STOCK_CASES = ("row, replicated input", "words", "words, cut", "words, tied")
 
 CASES: dict[str, Callable[[], Made]] = {
     "column": linear(ColwiseParallel()),
@@ -235,8 +236,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "column, input cut, needs no gradient": linear(
         ColwiseParallel(input_layouts=CUT), cut=CUT, needs_grad=False
     ),
-    "column, sequence cut, output of all": linear(
-        ColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE),
+    "column, sequence cut, replicated output": linear(
+        ColwiseParallel(input_layouts=Shard(1), output_layouts=REPLICATED),
         2,
         LENGTH,
         WIDTH,
@@ -245,8 +246,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "column, returns a DTensor": linear(
         ColwiseParallel(input_layouts=CUT, use_local_output=False), cut=CUT
     ),
-    "column, of a DTensor": linear(ColwiseParallel(input_layouts=CUT), cut=CUT, dtensor=True),
-    "column, of a DTensor of all": linear(ColwiseParallel(use_local_output=False), dtensor=True),
+    "column, DTensor input": linear(ColwiseParallel(input_layouts=CUT), cut=CUT, dtensor=True),
+    "column, replicated DTensor": linear(ColwiseParallel(use_local_output=False), dtensor=True),
     "row": linear(RowwiseParallel(), cut=Shard(1)),
     "row, output cut": linear(RowwiseParallel(output_layouts=CUT), cut=Shard(1)),
     "row, sequence cut": linear(
@@ -255,7 +256,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "row, returns a DTensor": linear(
         RowwiseParallel(output_layouts=CUT, use_local_output=False), cut=Shard(1), dtensor=True
     ),
-    "row, of what all have": linear(RowwiseParallel(input_layouts=WHOLE)),
+    "row, replicated input": linear(RowwiseParallel(input_layouts=REPLICATED)),
     "MLP": mlp({"up": ColwiseParallel(), "down": RowwiseParallel()}),
     "MLP, sequence": mlp(
         {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output_layouts=CUT)},
@@ -266,15 +267,17 @@ CASES: dict[str, Callable[[], Made]] = {
     "by name": by_name,
     "prepared output": prepared_output,
     "norm and dropout": sequence,
-    "words": embedding(RowwiseParallel(input_layouts=WHOLE), ColwiseParallel()),
+    "words": embedding(RowwiseParallel(input_layouts=REPLICATED), ColwiseParallel()),
     "words, cut": embedding(
-        RowwiseParallel(input_layouts=WHOLE, output_layouts=Shard(1)),
-        ColwiseParallel(input_layouts=Shard(1), output_layouts=WHOLE),
+        RowwiseParallel(input_layouts=REPLICATED, output_layouts=Shard(1)),
+        ColwiseParallel(input_layouts=Shard(1), output_layouts=REPLICATED),
     ),
     "words by features": embedding(ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))),
-    "words, tied": embedding(RowwiseParallel(input_layouts=WHOLE), ColwiseParallel(), tied=True),
+    "words, tied": embedding(
+        RowwiseParallel(input_layouts=REPLICATED), ColwiseParallel(), tied=True
+    ),
     "model": lambda: llama(layers=2),
-    "model, losses of all": lambda: llama(losses_cut=False),
+    "model, replicated losses": lambda: llama(losses_cut=False),
     "model, frozen attention": lambda: llama(frozen="attention"),
     "model, frozen words": lambda: llama(frozen="words"),
     "model, only its head": lambda: llama(trained="head"),
@@ -299,25 +302,25 @@ def counted(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_counts_are_stocks(ranks, world):
+def test_counts_are_the_counts_of_torch(ranks, world):
     for results in ranks(world)(counted, list(on(world, CASES)), timeout=120):
         for name, result in results.items():
             stock, ours = result["counts"]
             assert ours == stock, name
             assert any(step["all"] for step in stock), name
-            assert (result["counters"]["calls"] > 0) is (name not in LEFT_TO_STOCK), name
+            assert (result["counters"]["calls"] > 0) is (name not in STOCK_CASES), name
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_wire_is_the_same_on_ranks_that_do_not_watch(ranks, world):
     names = ("MLP", "MLP, sequence", "attention", "model")
-    first, *others = ranks(world)(counted, names, alone=True)
+    first, *unwatched = ranks(world)(counted, names, alone=True)
     for name in names:
         assert first[name]["counts"][0] == first[name]["counts"][1] != []
-        assert not any(part for other in others for part in other[name]["counts"])
+        assert not any(part for results in unwatched for part in results[name]["counts"])
 
 
-def test_parts_are_counted_one_by_one(ranks):
+def test_each_chunk_is_counted(ranks):
     for result in ranks(2)(counted, ["MLP, sequence"], {"schedule": "chunk", "chunks": 3}):
         (_, _, once, _), (_, _, ours, _) = result["MLP, sequence"]["counts"]
         assert ours["all"].keys() == once["all"].keys()
@@ -331,7 +334,7 @@ def test_parts_are_counted_one_by_one(ranks):
 
 
 class Logging(TorchDispatchMode):
-    """Notes the collectives that it sees."""
+    """A mode that notes the collectives that it sees."""
 
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
@@ -344,7 +347,7 @@ class Logging(TorchDispatchMode):
 
 
 class Copying(TorchDispatchMode):
-    """Hands out copies of what operators return, before a collective has written it."""
+    """A mode that returns copies of the outputs of operators, before a collective has written them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -356,13 +359,13 @@ class Copying(TorchDispatchMode):
 
 
 def copying() -> Record:
-    """Stock would hand out what has not been gathered; so the mode is on for ours alone."""
+    """Compare with a mode that is on only if patched, because stock PyTorch would return tensors before they arrive."""
     stock = watched(CASES["MLP, sequence"], contextlib.nullcontext)
     with ovpatch.applied("tp_linear"):
         return {"stock": stock, "patched": watched(CASES["MLP, sequence"], Copying)}
 
 
-def test_a_mode_that_hands_out_copies(ranks):
+def test_a_mode_that_returns_copies(ranks):
     for result in ranks(2)(copying):
         equal([result["stock"]], [result["patched"]])
 
@@ -378,18 +381,18 @@ def test_modes_see_one_functional_operator_in_their_order():
         started.append(stack())
         return rows.new_ones(4, 3), ()
 
-    with Logging(outer) as one, Logging(inner) as other:
-        whole, works = tp_group.dispatch(
-            "all_gather_into_tensor", (torch.zeros(2, 3), 2, "nobody's"), start
+    with Logging(outer) as outer_mode, Logging(inner) as inner_mode:
+        rows, works = tp_group.dispatch(
+            "all_gather_into_tensor", (torch.zeros(2, 3), 2, "no group"), start
         )
-        assert stack() == [one, other]
+        assert stack() == [outer_mode, inner_mode]
     assert outer == inner == ["all_gather_into_tensor"]
-    assert started == [[]], "what is sent in its place is not seen"
-    assert torch.equal(whole, torch.ones(4, 3))
+    assert started == [[]], "modes must not see the collective that replaces the operator"
+    assert torch.equal(rows, torch.ones(4, 3))
     assert not works
 
 
-def test_a_mode_that_answers_for_itself():
+def test_a_mode_that_returns_its_own_result():
     class Simulating(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -400,13 +403,13 @@ def test_a_mode_that_answers_for_itself():
 
     with Simulating():
         part, works = tp_group.dispatch(
-            "reduce_scatter_tensor", (torch.zeros(2, 3), "sum", 2, "nobody's"), pytest.fail
+            "reduce_scatter_tensor", (torch.zeros(2, 3), "sum", 2, "no group"), pytest.fail
         )
     assert torch.equal(part, torch.full((1, 3), 7.0))
     assert not works
 
 
-def test_an_all_reduce_comes_in_place_when_it_is_there():
+def test_an_all_reduce_writes_its_input_when_the_sum_has_arrived():
     rows, total = torch.ones(2, 3), torch.zeros(2, 3)
 
     class Late:
@@ -415,7 +418,7 @@ def test_an_all_reduce_comes_in_place_when_it_is_there():
 
     with Logging([]):
         ranks: Any = tp_group.TPGroup.__new__(tp_group.TPGroup)
-        ranks._name, ranks._start_reduce = "nobody's", lambda rows: (total, [Late()])
+        ranks._name, ranks._start_reduce = "no group", lambda rows: (total, [Late()])
         pending = ranks.all_reduce(rows)
         assert torch.equal(rows, torch.ones(2, 3))
         pending.wait()
@@ -436,22 +439,22 @@ def test_an_exception_leaves_the_stack_as_it_was(place):
         raise KeyError(place)
 
     rows = torch.zeros(2, 3)
-    with Logging([]) as one, Raising() as other:
+    with Logging([]) as logging, Raising() as raising:
         with pytest.raises(KeyError, match=place):
-            tp_group.dispatch("all_gather_into_tensor", (rows, 2, "nobody's"), start)
-        assert stack() == [one, other]
+            tp_group.dispatch("all_gather_into_tensor", (rows, 2, "no group"), start)
+        assert stack() == [logging, raising]
     assert stack() == []
 
 
-def test_a_mode_of_torchs_own_stays_below():
+def test_a_mode_of_torch_stays_below():
     with FakeTensorMode() as fake:
         rows = torch.zeros(2, 3)
-        with Logging(seen := []) as one:
-            whole, _ = tp_group.dispatch(
+        with Logging(seen := []) as logging:
+            gathered, _ = tp_group.dispatch(
                 "all_gather_into_tensor",
-                (rows, 2, "nobody's"),
+                (rows, 2, "no group"),
                 lambda rows: (rows.new_empty(4, 3), ()),
             )
-            assert stack() == [fake, one]
+            assert stack() == [fake, logging]
     assert seen == ["all_gather_into_tensor"]
-    assert isinstance(whole, FakeTensor)
+    assert isinstance(gathered, FakeTensor)

@@ -1,4 +1,4 @@
-"""``torch.compile`` around models whose linears were taken over."""
+"""``torch.compile`` around models with patched linears."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.plugins.tp_linear.arms import (
     Record,
     both,
     check_same,
+    copy_full,
     device,
     draw,
     mesh,
-    whole,
 )
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.test_models import LAYOUTS
@@ -45,7 +45,7 @@ def compiled_mlp(
     parallelize_module(model, mesh(), plan)
     world, rank = dist.get_world_size(), dist.get_rank()
     if bias:
-        # The ranks' copies differ, as training with labels that differ by rank makes them.
+        # The copies of the ranks differ, as they do after training with labels that differ between ranks.
         with torch.no_grad():
             model.down.bias.to_local().add_(rank)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -58,18 +58,18 @@ def compiled_mlp(
         with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
             y = compiled(x)
         return y.float().square().mean() if autocast else y.square().sum(), {
-            "x": lambda: whole(x.grad)
+            "x": lambda: copy_full(x.grad)
         }
 
     return trained(model, run, 2)
 
 
-LIKE_OTHERS = ("first of three", "second, one sample", "from the end")
+SIMILAR_LAYOUTS = ("first of three", "second, one sample", "from the end")
 
 
 @pytest.mark.parametrize(
     "layouts",
-    [pytest.param(name, marks=RARELY) if name in LIKE_OTHERS else name for name in LAYOUTS],
+    [pytest.param(name, marks=RARELY) if name in SIMILAR_LAYOUTS else name for name in LAYOUTS],
 )
 def test_an_mlp(ranks, layouts):
     schedule = SCHEDULES[list(LAYOUTS).index(layouts) % len(SCHEDULES)]
@@ -111,7 +111,7 @@ def compiled_llama() -> list[Record]:
 
 
 def compiled_blocks() -> list[Record]:
-    """Blocks alone: in torch 2.13, stock's eager head raises in backward where the blocks before it are compiled."""
+    """Train blocks without a head: in torch 2.13, an eager head after compiled blocks raises in its backward."""
     torch._dynamo.reset()
     model = parallel_llama(Llama().to(device(), torch.float64), mesh()).layers
     for block in model:
@@ -126,7 +126,8 @@ def compiled_blocks() -> list[Record]:
 
 def test_shared_gathers_in_a_model_and_in_blocks_compiled_one_by_one(ranks):
     cases = {
-        compiled_llama: {"compiled_calls": 4},  # the head returns a DTensor, and is stock's
+        # The head returns a DTensor, so torch runs it.
+        compiled_llama: {"compiled_calls": 4},
         compiled_blocks: {"compiled_calls": 2 * 2 * 2, "stock_calls": 0},
     }
     check_same(ranks(2), cases, options=OPAQUE)
@@ -144,7 +145,7 @@ def test_autocast_in_a_compiled_graph(ranks):
         assert result["counters"]["compiled_calls"] > 0
 
 
-def test_the_compiler_sees_stock_by_default(ranks):
+def test_the_compiler_sees_stock_linears_by_default(ranks):
     mlps = {"first": dict(zip(("layouts", "shape"), LAYOUTS["first"], strict=True))}
     mlps = {name: {**case, "bias": True, "backend": "aot_eager"} for name, case in mlps.items()}
     counted = {"linears": 2, "compiled_calls": 0, "calls": 0}
@@ -152,7 +153,7 @@ def test_the_compiler_sees_stock_by_default(ranks):
 
 
 def lengths() -> list[float]:
-    """A head that returns a DTensor from the graph, for two lengths."""
+    """Train a head that returns a DTensor from the graph, for two lengths."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     head = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -164,7 +165,7 @@ def lengths() -> list[float]:
     for length in (4, 6):
         x = draw(2, length, WIDTH, seed=dist.get_rank(), dtype=torch.float64).requires_grad_()
         compiled(x).to_local().square().sum().backward()
-        found.append(whole(head.weight.grad))
+        found.append(copy_full(head.weight.grad))
     return found
 
 
@@ -220,8 +221,8 @@ def compiled_functions() -> list[list[Tensor]]:
 
 @pytest.mark.skipif(
     (2, 12) <= torch.__version__ < (2, 13),
-    reason="stock torch 2.12 cannot break a graph where a group is an argument",
+    reason="stock torch 2.12 cannot break a graph if a group is an argument",
 )
 def test_the_functions_run_outside_of_a_compiled_graph(ranks):
     for compiled, eager in ranks(2)(compiled_functions):
-        assert all(one.equal(other) for one, other in zip(compiled, eager, strict=True))
+        assert all(first.equal(second) for first, second in zip(compiled, eager, strict=True))

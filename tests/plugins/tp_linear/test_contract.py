@@ -1,4 +1,4 @@
-"""What a script can see of a linear that was taken over."""
+"""Scripts see a patched linear as a stock one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.plugins.tp_linear.arms import (
     Record,
     both,
     check_same,
+    copy_full,
     counters,
     draw,
     layout,
     mesh,
     seen,
-    whole,
 )
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
@@ -92,7 +92,7 @@ def objects() -> Record:
     }
 
 
-def test_the_object_is_what_it_was(ranks):
+def test_scripts_see_the_same_object(ranks):
     for result in ranks(2)(both, objects):
         stock, ours = result["stock"], result["patched"]
         hooks = stock.pop("hooks"), ours.pop("hooks")
@@ -113,14 +113,14 @@ def pickled() -> dict[str, Any]:
         return {"same": torch.equal(model(x), again(x)), "calls": counters()["calls"]}
 
 
-def test_a_module_can_be_saved_whole(ranks):
-    """Stock's cannot: its hooks are local functions."""
+def test_a_module_can_be_pickled(ranks):
+    """Stock PyTorch cannot pickle a parallel module, because its hooks are local functions."""
     for result in ranks(2)(pickled):
         assert result["same"]
 
 
 def exchanged(folder: str, saved: str, loaded: str) -> Record:
-    """Save with one arm, load with the other, and train on."""
+    """Save with one arm, load with the other, and continue training."""
     torch.distributed.barrier()
     with arm(saved == "patched"):
         model = made()
@@ -144,27 +144,27 @@ def test_checkpoints_go_both_ways(ranks, tmp_path: Path):
         ranks(2)(exchanged, str(tmp_path / (a + b)), a, b) for a, b in itertools.product(arms, arms)
     ]
     for rank in range(2):
-        for other in found[1:]:
-            equal([found[0][rank]], [other[rank]])
+        for records in found[1:]:
+            equal([found[0][rank]], [records[rank]])
 
 
 # ---------------------------------------------------------------- on and off
 
 
 def interrupted(patched: bool) -> Record:
-    """Train one step each: patched, reverted, patched again."""
+    """Train a step patched, a step reverted, and a step patched again."""
     model = None
     records = []
     for number, on in enumerate((patched, False, patched)):
         with arm(on):
             if model is None:
-                model, other = made(), parallel_llama(Llama(layers=1).double(), mesh())
+                model, blocks = made(), parallel_llama(Llama(layers=1).double(), mesh())
                 optimizer = adamw(model)
-            classes = {type(model.up) is nn.Linear, type(other.layers[0].mlp.w1) is nn.Linear}
+            classes = {type(model.up) is nn.Linear, type(blocks.layers[0].mlp.w1) is nn.Linear}
             assert classes == {not on}
             records.append(step(model, optimizer, number))
-            other(torch.arange(24).view(2, 12)).sum().backward()
-            records.append(seen(other))
+            blocks(torch.arange(24).view(2, 12)).sum().backward()
+            records.append(seen(blocks))
     hooks = [*model.up._forward_pre_hooks, *model.up._forward_hooks]
     return {"records": records, "hooks": len(hooks) if not patched else 2}
 
@@ -183,12 +183,14 @@ def made_before(patched: bool, user_hook: bool) -> Record:
     with arm(patched):
         if patched:
             hooks = [
-                hook for one in attention.modules() for hook in one._forward_pre_hooks.values()
+                hook
+                for module in attention.modules()
+                for hook in module._forward_pre_hooks.values()
             ]
             linears = (
                 sum(
-                    "_ovpatch_parallel" in vars(one)
-                    for one in (*model.modules(), *attention.modules())
+                    "_ovpatch_parallel" in vars(module)
+                    for module in (*model.modules(), *attention.modules())
                 ),
                 sum(type(hook).__name__ == "SharedAllGather" for hook in hooks),
             )
@@ -200,7 +202,7 @@ def made_before(patched: bool, user_hook: bool) -> Record:
 
 
 @pytest.mark.parametrize("user_hook", [False, True])
-def test_models_that_were_made_before_are_recovered(ranks, user_hook):
+def test_models_that_were_made_before_apply_are_found(ranks, user_hook):
     stock, ours = (ranks(2)(made_before, patched, user_hook) for patched in (False, True))
     for expected, result in zip(stock, ours, strict=True):
         assert result["linears"] == (10, 2)
@@ -231,25 +233,25 @@ def foreign() -> Record:
     parallelize_module(attention, mesh(), {"out_proj": RowwiseParallel(input_layouts=Replicate())})
     x = draw(4, WIDTH)
     features = " ".join(
-        " ".join(map(str, one.remarks))
-        for one in ovpatch.report().features
-        if one.name == "tp_linear"
+        " ".join(map(str, feature.remarks))
+        for feature in ovpatch.report().features
+        if feature.name == "tp_linear"
     )
     return {
-        "y": whole(styled(x)),
-        "odd": whole(model[0](x)),
+        "y": copy_full(styled(x)),
+        "odd": copy_full(model[0](x)),
         "classes": [type(model[0]).__name__],
         "remarks": features,
     }
 
 
-def test_classes_and_styles_of_their_own_are_left_alone(ranks):
+def test_torch_computes_subclasses_and_own_styles(ranks):
     for result in ranks(2)(both, foreign):
         remarks = result["stock"].pop("remarks"), result["patched"].pop("remarks")
         equal([result["stock"]], [result["patched"]])
         assert "stock PyTorch computes Odd: its class may override forward" in remarks[1]
         assert "OwnStyle does not do what ColwiseParallel does" in remarks[1]
-        assert result["counters"]["linears"] == 1, "the stock linear behind the odd one"
+        assert result["counters"]["linears"] == 1, "the stock linear after the odd one"
 
 
 # ---------------------------------------------------------------- uses
@@ -276,7 +278,7 @@ def nested_autocast(local: bool) -> Record:
     x = draw(3, WIDTH, seed=dist.get_rank()).requires_grad_()
     y = model(x)
     y.square().sum().backward()
-    return {"y": y.detach() * 1.0, "x": whole(x.grad), **seen(model)}
+    return {"y": y.detach() * 1.0, "x": copy_full(x.grad), **seen(model)}
 
 
 @pytest.mark.parametrize(
@@ -285,16 +287,16 @@ def nested_autocast(local: bool) -> Record:
 def test_autocast_inside_of_a_gathered_module(ranks, local, schedule, unused):
     for result in ranks(2)(both, nested_autocast, local, options={"schedule": schedule}):
         equal([result["stock"]], [result["patched"]], floor=2e-2)
-        assert result["counters"]["unused"] == unused, "computed ahead"
+        assert result["counters"]["unused"] == unused, "computed early"
 
 
 def accumulated(kind: str) -> Record:
-    """Three microbatches; weights may have hooks, or main gradients."""
+    """Train three microbatches; weights may have hooks, or main gradients."""
     model = made()
-    told: list[str] = []
+    fired: list[str] = []
     if kind == "hooks":
-        model.up.weight.register_post_accumulate_grad_hook(lambda p: told.append("up"))
-        model.down.weight.register_hook(lambda g: told.append("down"))
+        model.up.weight.register_post_accumulate_grad_hook(lambda p: fired.append("up"))
+        model.down.weight.register_hook(lambda g: fired.append("down"))
     if kind == "main_grad" and type(model.up) is not nn.Linear:
         for linear in (model.up, model.down):
             linear.weight.main_grad = torch.zeros_like(
@@ -313,7 +315,7 @@ def accumulated(kind: str) -> Record:
             )
             record["grad"][f"{name}.weight"] = arms.part(grad)
             record["layout"][f"{name}.weight"] = None
-    return {**record, "told": told}
+    return {**record, "fired": fired}
 
 
 @pytest.mark.parametrize("kind", ["plain", "hooks", "main_grad"])
@@ -324,11 +326,11 @@ def test_gradient_accumulation_fusion(ranks, kind):
             floor = 1e-5
             result["stock"]["layout"], result["patched"]["layout"] = {}, {}
         equal([result["stock"]], [result["patched"]], floor=floor)
-        assert len(result["patched"]["told"]) == (6 if kind == "hooks" else 0)
+        assert len(result["patched"]["fired"]) == (6 if kind == "hooks" else 0)
 
 
 def failing_backward() -> list[Record]:
-    """The third of five backwards raises half-way; the others must not notice."""
+    """Let the third of five backwards raise halfway; return the records of the remaining steps."""
 
     class Stop(torch.autograd.Function):
         @staticmethod
@@ -357,7 +359,7 @@ def failing_backward() -> list[Record]:
 
 
 def within_func() -> Record:
-    """torch.func sees stock's path."""
+    """Call a model through torch.func, which uses the path of stock PyTorch."""
     model = made()
     x = draw(3, WIDTH, seed=dist.get_rank(), dtype=torch.float64)
     with torch.no_grad():
@@ -399,7 +401,7 @@ def two_dimensions(kind: str) -> list[Record]:
         loss, _ = run(number)
         loss.backward()
         optimizer.step()
-        records.append({"loss": whole(loss), **seen(wrapped)})
+        records.append({"loss": copy_full(loss), **seen(wrapped)})
         optimizer.zero_grad()
     return records
 

@@ -1,4 +1,4 @@
-"""Copies of one state that differ by rank: what ranks hold in common drifts apart, and counts as in stock PyTorch."""
+"""Copies of one state drift apart between ranks, and the copy of each rank counts as in stock PyTorch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.plugins.tp_linear.arms import (
     all_both,
     check_all,
     compare,
+    copy_full,
     draw,
     mesh,
     seen,
-    whole,
 )
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.support.rarely import RARELY
@@ -37,7 +37,7 @@ ROWS = 6
 
 
 class Normed(nn.Module):
-    """A norm before a feed-forward, both with biases."""
+    """A model of a norm and a feed-forward, both with biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ DIFFERENT = ("bias", "norm", "input", "labels")
 
 
 def drift(model: nn.Module, kind: str) -> None:
-    """Let the copies of biases, or of norms, differ by rank."""
+    """Make the copies of biases, or of norms, differ between ranks."""
     with torch.no_grad():
         for number, (name, param) in enumerate(model.named_parameters()):
             is_copied = not isinstance(param, DTensor) or param.placements == (Replicate(),)
@@ -94,7 +94,7 @@ def drift(model: nn.Module, kind: str) -> None:
 
 
 def trained(plan: str, different: str, dtype: torch.dtype = torch.float64) -> Record:
-    """Take two steps, from copies that differ, with inputs that differ, or with labels that make copies drift."""
+    """Take two steps from different copies, with different inputs, or with labels that make copies drift."""
     torch.manual_seed(0)
     model, rank = PLANS[plan]().to(dtype), dist.get_rank()
     drift(model, different)
@@ -114,7 +114,7 @@ def trained(plan: str, different: str, dtype: torch.dtype = torch.float64) -> Re
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        outputs.append(whole(y))
+        outputs.append(copy_full(y))
     return {"outputs": outputs, **seen(model)}
 
 
@@ -136,7 +136,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("world", "schedule"), RUNS)
-def test_copies_that_differ_count_as_in_stock(ranks, world: int, schedule: str):
+def test_copies_that_differ_count_as_in_stock_pytorch(ranks, world: int, schedule: str):
     results = ranks(world)(all_both, trained, CASES, options={"schedule": schedule}, timeout=120)
 
     def check(results: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is kept for backward, and so what may be written into before it: no more, and no less, than under stock."""
+"""Backward keeps no more tensors, and no fewer, than in stock PyTorch, so a script may write into the same tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, draw, mesh
 from tests.plugins.tp_linear.models import WIDTH
 from tests.support.equality import compare
 
-CUT, WHOLE = Shard(0), Replicate()
-GATHER = PrepareModuleInput(input_layouts=(CUT,), desired_input_layouts=(WHOLE,))
+CUT, REPLICATED = Shard(0), Replicate()
+GATHER = PrepareModuleInput(input_layouts=(CUT,), desired_input_layouts=(REPLICATED,))
 PLANS: Final[dict[str, dict[str, Any]]] = {
     "gather": {"a": ColwiseParallel(input_layouts=CUT)},
     "replicated": {"a": ColwiseParallel()},
@@ -37,7 +37,7 @@ FROZEN = ["", "a", "ab"]
 
 
 class Linears(nn.Module):
-    """One linear or two that read the same."""
+    """A model of one linear, or of two linears that read the same input."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def made(plan: str, frozen: str) -> nn.Module:
 
 
 def given(plan: str, needs: bool) -> tuple[Tensor, Tensor]:
-    """Return a leaf, and the input that is made of it."""
+    """Return a leaf, and the input computed from it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     same = plan == "replicated"
     width = WIDTH // world if plan in ("scatter", "reduce") else WIDTH
@@ -71,7 +71,7 @@ def given(plan: str, needs: bool) -> tuple[Tensor, Tensor]:
 
 
 def kept(plan: str, frozen: str, needs: bool) -> Record:
-    """Return how many bytes a forward keeps for backward, parameters aside, and what backward makes of them."""
+    """Return the bytes that a forward keeps for backward, without parameters, and the results of the backward."""
     model = made(plan, frozen)
     storages: dict[int, Any] = {}
 
@@ -103,7 +103,7 @@ def check_kept(results: list[Record]) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_more_is_kept_than_under_stock(ranks, schedule):
+def test_no_more_memory_is_kept_than_in_stock_pytorch(ranks, schedule):
     cases = table(plan=PLANS, frozen=FROZEN, needs=[True, False])
     check_all(
         ranks(2)(all_both, kept, cases, options={"schedule": schedule}, timeout=120),
@@ -112,7 +112,7 @@ def test_no_more_is_kept_than_under_stock(ranks, schedule):
 
 
 def written(plan: str, frozen: str, needs: bool, into: str) -> Any:
-    """Return the gradients, or that the write was noticed, where something is written into before backward."""
+    """Return the gradients after a write between forward and backward, or that autograd has detected the write."""
     model = made(plan, frozen)
     leaf, x = given(plan, needs)
     y = model(x)
@@ -127,12 +127,12 @@ def written(plan: str, frozen: str, needs: bool, into: str) -> Any:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        return "noticed"
+        return "detected"
     return {"x": leaf.grad, "grads": seen(model)["grad"]}
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_is_not_kept_may_be_written_into(ranks, plan):
+def test_tensors_that_are_not_kept_may_be_written_into(ranks, plan):
     cases = table(
         plan=[plan], frozen=FROZEN, needs=[True, False], into=["nothing", "input", "weight"]
     )
@@ -141,10 +141,11 @@ def test_what_is_not_kept_may_be_written_into(ranks, plan):
             clean = result[name.replace(f"into {case['into']}", "into nothing")]["stock"]
             stock, ours = result[name]["stock"], result[name]["patched"]
             if (
-                stock != "noticed"
+                stock != "detected"
                 and compare(clean, stock, floor=1e-10).verdict is Verdict.DIFFERENT
             ):
-                stock = "noticed"  # it is not, where a DTensor is made of a local tensor: its gradients are wrong
+                # Torch does not detect the write if a DTensor is made of a local tensor: its gradients are wrong.
+                stock = "detected"
             if isinstance(stock, str) or isinstance(ours, str):
                 assert stock == ours, name
             else:

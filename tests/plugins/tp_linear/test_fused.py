@@ -35,7 +35,7 @@ def single(*shape: int, seed: int) -> Tensor:
 
 
 def operators(most: int) -> list[str]:
-    """Names of values and gradients that are not those of the whole product."""
+    """Return the names of values and gradients that differ from the full GEMM."""
     allow()
     test_operators.drawn, test_operators.K, test_operators.N = single, 12, 8
     found = []
@@ -56,7 +56,7 @@ def operators(most: int) -> list[str]:
 
 
 def delayed(rounds: int) -> list[str]:
-    """Operators that grow and shrink, and their buffers with them, on ranks that come late at random."""
+    """Run operators whose sizes, and buffers, grow and shrink, on ranks that come late at random."""
     allow()
     memory._GRAIN, sizes = 64, set()
     chance, world, rank, found = (
@@ -80,7 +80,7 @@ def delayed(rounds: int) -> list[str]:
 
 
 def watched() -> list[dict[str, Any]]:
-    """Gradients of blocks of which one rank has fewer products computed with a gather than the other."""
+    """Return gradients of blocks; one rank computes fewer GEMMs together with a gather than its peer."""
     model = Llama(layers=1, words=test_llama.WORDS)
     parallel_llama(model, mesh())
     if dist.get_rank() == 1:
@@ -93,7 +93,7 @@ def watched() -> list[dict[str, Any]]:
 
 
 def blocks() -> list[dict[str, Any]]:
-    """Stock and patched, of blocks with a shared gather, with checkpoints and without."""
+    """Train blocks with a shared gather in stock PyTorch and patched, with checkpoints and without."""
     allow()
     runs = [
         both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case)
@@ -109,12 +109,13 @@ CASES: list[dict[str, Any]] = [{}, {"checkpointing": "not reentrant", "frozen": 
 
 
 def on_this_rank() -> tuple[list[str], list[dict[str, Any]], list[str]]:
-    return operators(99), blocks(), delayed(9)  # which changes how buffers grow
+    # The delayed operators run last, because they change the way in which buffers grow.
+    return operators(99), blocks(), delayed(9)
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> Any:
-    """What each kind found, by rank: to begin takes longer than most of them."""
+    """Return the results of each kind by rank, from one job, because its start takes longer than most of them."""
     return list(zip(*interpreted(on_this_rank, world=2), strict=True))
 
 
@@ -140,8 +141,8 @@ def test_blocks(on_two_ranks):
             assert result["counters"]["fused"] > 0
 
 
-def stood_down() -> tuple[bool, Any, list[str]]:
-    """Whether a model on the CPU computes as with ``bulk``, what was counted, and what the report says."""
+def fall_back() -> tuple[bool, Any, list[str]]:
+    """Return whether a model on the CPU computes as with ``bulk``, the counter, and the remarks of the report."""
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     weight = torch.ones(16, 8, dtype=torch.bfloat16)
     found = [
@@ -153,8 +154,8 @@ def stood_down() -> tuple[bool, Any, list[str]]:
     return torch.equal(*found), COUNTERS.fused, remarks
 
 
-def test_without_gpus_it_is_bulk_and_says_so(ranks):
-    for equal, count, remarks in ranks(2)(stood_down):
+def test_without_gpus_fused_falls_back_to_bulk_and_reports_it(ranks):
+    for equal, count, remarks in ranks(2)(fall_back):
         assert equal
         assert count == 0
         wanted = "schedule fused computes as bulk does: tensors are on cpu, not on CUDA devices (rank 0, 1)"

@@ -1,4 +1,4 @@
-"""Schedule ``fused`` on GPUs: its numbers, and what streams, graphs, growing buffers and late ranks can get wrong."""
+"""Schedule ``fused`` on GPUs: its values, also with streams, graphs, growing buffers and late ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NCCL = {"backend": "nccl", "timeout": 180}
 SHAPES = ((512, 1024, (2048,)), (300, 520, (264, 136, 512)), (1, 64, (8,) * 5), (77, 72, (12, 16)))
 
 
-def whole_numbers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Numbers of which small sums of products are exact."""
+def draw_integers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return random integers for small GEMMs whose sums are exact."""
     generator = torch.Generator(device()).manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator, device=device()).to(dtype)
 
 
 def column(x: Tensor, weights: list[Tensor], schedule: str) -> list[Tensor]:
-    """Outputs and gradients of a gather for several linears."""
+    """Return the outputs and gradients of a gather for several linears."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *weights)]
     outs = all_gather_linear(leaves[0], leaves[1:], dist.group.WORLD, schedule=schedule)
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
@@ -38,7 +38,7 @@ def column(x: Tensor, weights: list[Tensor], schedule: str) -> list[Tensor]:
 
 
 def row(x: Tensor, weight: Tensor, schedule: str) -> list[Tensor]:
-    """Output and gradients of a linear that is reduced."""
+    """Return the output and gradients of a linear that is reduced."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
     out = linear_reduce_scatter(*leaves, dist.group.WORLD, schedule=schedule)
     out.backward(torch.ones_like(out))
@@ -46,9 +46,9 @@ def row(x: Tensor, weight: Tensor, schedule: str) -> list[Tensor]:
 
 
 def regrouped() -> list[Any]:
-    """What groups that come and go compute."""
+    """Return whether groups that are created and destroyed compute the right values."""
     rank, found = dist.get_rank(), []
-    x, weight = whole_numbers(64, 128, seed=rank), whole_numbers(256, 128, seed=9)
+    x, weight = draw_integers(64, 128, seed=rank), draw_integers(256, 128, seed=9)
     for _ in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
         used = COUNTERS.fused
@@ -68,10 +68,10 @@ def test_groups_come_and_go(ranks, gpus):
 def pair(
     seed: int, m: int = 256, k: int = 512, n: int = 384
 ) -> tuple[Callable[[], Tensor], Tensor]:
-    """A column and a row linear, as one call without gradients; and their input, which may be overwritten."""
+    """Return a column and a row linear as one call without gradients, and their input, which may be overwritten."""
     rank = dist.get_rank()
-    x, up = whole_numbers(m, k, seed=seed + rank), whole_numbers(n, k, seed=seed + 10)
-    down = whole_numbers(k, n, seed=seed + 20)
+    x, up = draw_integers(m, k, seed=seed + rank), draw_integers(n, k, seed=seed + 10)
+    down = draw_integers(k, n, seed=seed + 20)
 
     def call(schedule: str = "fused") -> Tensor:
         with torch.no_grad():
@@ -82,7 +82,7 @@ def pair(
 
 
 def late(rounds: int) -> int:
-    """How many results differ, on two streams, of ranks and streams that are late at random."""
+    """Return the number of wrong values of calls on two streams; ranks and streams are late at random."""
     calls = [pair(seed)[0] for seed in (1, 2)]
     wanted = [call() for call in calls]
     for call, right in zip(calls, wanted, strict=True):
@@ -109,42 +109,43 @@ def test_late_ranks_and_streams_change_nothing(ranks, gpus):
 
 
 def replayed() -> list[bool]:
-    """Whether a graph of three operators and eager calls between its replays give what eager calls give."""
+    """Return whether a graph of three operators, and eager calls between replays, compute the values of eager calls."""
     call, x = pair(1)
-    other, _ = pair(5, m=96)
-    wanted_other, found = other(), []
+    small, _ = pair(5, m=96)
+    wanted_small, found = small(), []
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    up = whole_numbers(384, 512, seed=3)
+    up = draw_integers(384, 512, seed=3)
     with torch.cuda.graph(graph):
         out = call()
         with torch.no_grad():
             (third,) = all_gather_linear(x, [up], dist.group.WORLD, schedule="fused")
     for step in range(5):
-        x.copy_(whole_numbers(*x.shape, seed=50 + step + dist.get_rank()))
+        x.copy_(draw_integers(*x.shape, seed=50 + step + dist.get_rank()))
         graph.replay()
         kept, gathered = out.clone(), third.clone()
-        found.append(torch.equal(kept, call()) and torch.equal(other(), wanted_other))
+        found.append(torch.equal(kept, call()) and torch.equal(small(), wanted_small))
         with torch.no_grad():
             (eager,) = all_gather_linear(x, [up], dist.group.WORLD, schedule="fused")
         found.append(torch.equal(gathered, eager))
-    big = pair(9, m=4096)[0]  # outgrows the workspace that the graph holds
+    # This call outgrows the workspace that the graph holds.
+    big = pair(9, m=4096)[0]
     found.append(torch.equal(big(), big()))
     graph.replay()
     found.append(torch.equal(out, call()))
     return found
 
 
-def test_graphs_and_eager_calls_take_turns(ranks, gpus):
+def test_graphs_and_eager_calls_alternate(ranks, gpus):
     for found in ranks(gpus)(replayed, **NCCL):
         assert all(found), found
 
 
-def test_blocks_are_no_farther_from_the_truth_than_stock(ranks):
+def test_errors_of_blocks_are_no_larger_than_in_stock_pytorch(ranks):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
     options = {"schedule": "fused"}
     for checkpointing in ("", "not reentrant"):
@@ -170,12 +171,12 @@ def test_blocks_are_no_farther_from_the_truth_than_stock(ranks):
 
 
 def numbers(dtype: torch.dtype, m: int, k: int, features: tuple[int, ...]) -> list[str]:
-    """Names of what differs from the schedule ``stock``."""
+    """Return the names of results that differ from the schedule ``stock``."""
     world, rank, used, found = dist.get_world_size(), dist.get_rank(), COUNTERS.fused, []
-    x = whole_numbers(m, k, seed=rank, dtype=dtype)
-    weights = [whole_numbers(n, k, seed=7 + rank + i, dtype=dtype) for i, n in enumerate(features)]
-    y = whole_numbers(world * m, features[0], seed=rank, dtype=dtype)
-    back = whole_numbers(k, features[0], seed=3 + rank, dtype=dtype)
+    x = draw_integers(m, k, seed=rank, dtype=dtype)
+    weights = [draw_integers(n, k, seed=7 + rank + i, dtype=dtype) for i, n in enumerate(features)]
+    y = draw_integers(world * m, features[0], seed=rank, dtype=dtype)
+    back = draw_integers(k, features[0], seed=3 + rank, dtype=dtype)
     pairs = {
         "column": zip(column(x, weights, "fused"), column(x, weights, "stock"), strict=True),
         "row": zip(row(y, back, "fused"), row(y, back, "stock"), strict=True),

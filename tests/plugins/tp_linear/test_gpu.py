@@ -1,4 +1,4 @@
-"""The feature on GPUs over NCCL: the loops of the other files, and what streams, graphs and memory can get wrong."""
+"""The feature on GPUs over NCCL: the loops of the other files, and faults of streams, graphs and memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_compiled_models(ranks, backend):
         equal(result["stock"], result["patched"])
 
 
-def test_bfloat16_is_no_farther_from_the_truth_than_stock(ranks):
+def test_the_error_of_bf16_is_no_larger_than_in_stock_pytorch(ranks):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
     for schedule in SCHEDULES:
         case = {
@@ -116,7 +116,7 @@ def grads(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def replayed() -> Record:
-    """Capture forward and backward, and replay them with another input."""
+    """Capture forward and backward, and replay them with other inputs."""
     model, x = model_and_input()
     x.grad = torch.zeros_like(x)
     for param in model.parameters():
@@ -141,9 +141,9 @@ def replayed() -> Record:
         with torch.no_grad():
             x.copy_(draw(*x.shape, seed=seed, dtype=x.dtype))
         graph.replay()
-        of_graph = grads(model, x)
+        graph_grads = grads(model, x)
         step()
-        found.append((of_graph, grads(model, x)))
+        found.append((graph_grads, grads(model, x)))
     return {"steps": found}
 
 
@@ -151,18 +151,19 @@ def replayed() -> Record:
 def test_a_graph_computes_what_was_captured(ranks, schedule):
     for result in ranks(2)(both, replayed, options={"schedule": schedule}, **NCCL):
         assert result["counters"]["stock_calls"] == 0
-        for (of_graph, eager), (stock, _) in zip(
+        for (replayed_grads, eager), (stock, _) in zip(
             result["patched"]["steps"], result["stock"]["steps"], strict=True
         ):
-            equal([{"": eager}], [{"": of_graph}])
-            equal([{"": stock}], [{"": of_graph}])
+            equal([{"": eager}], [{"": replayed_grads}])
+            equal([{"": stock}], [{"": replayed_grads}])
 
 
 def delayed(rounds: int) -> list[Tensor]:
-    """Two models on streams of their own, with random delays of ranks and of streams."""
+    """Train two models, each on its own stream, with random delays of ranks and of streams."""
     models = [model_and_input(rows=256) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in models]
-    chance = torch.Generator().manual_seed(dist.get_rank())  # another one on each rank
+    # Each rank draws other delays.
+    chance = torch.Generator().manual_seed(dist.get_rank())
     found = []
     for _ in range(rounds):
         for (model, x), stream in zip(models, streams, strict=True):
@@ -190,13 +191,13 @@ def test_delays_change_nothing(ranks, schedule):
     for result in ranks(2)(both, delayed, 50, options={"schedule": schedule}, **NCCL):
         first = result["stock"][0]
         assert all(
-            torch.allclose(first, other, rtol=1e-12)
-            for other in result["stock"] + result["patched"]
+            torch.allclose(first, values, rtol=1e-12)
+            for values in result["stock"] + result["patched"]
         )
 
 
 class Gathered(nn.Module):
-    """Three linears behind one gather."""
+    """A model of three linears after one gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,25 +227,25 @@ def peak(dtype: torch.dtype, shared: bool) -> Record:
         loss.backward()
     return {
         "peak": torch.cuda.max_memory_allocated() - before,
-        "behind": torch.cuda.memory_allocated() - before,
+        "after": torch.cuda.memory_allocated() - before,
     }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_is_at_most_stocks(ranks, schedule):
+def test_memory_is_at_most_that_of_stock_pytorch(ranks, schedule):
     for shared in (False, True):
         for result in ranks(2)(
             both, peak, torch.bfloat16, shared, options={"schedule": schedule}, **NCCL
         ):
             stock, ours = result["stock"], result["patched"]
-            # A gradient on its way to the other ranks lives while the weights' are computed.
-            on_its_way = 16384 * WIDE["width"] * 2 if schedule != "stock" else 0
-            assert ours["peak"] <= 1.02 * stock["peak"] + on_its_way, result
-            assert ours["behind"] <= 1.02 * stock["behind"], result
+            # A gradient that is being sent to peers lives while the gradients of the weights are computed.
+            in_flight = 16384 * WIDE["width"] * 2 if schedule != "stock" else 0
+            assert ours["peak"] <= 1.02 * stock["peak"] + in_flight, result
+            assert ours["after"] <= 1.02 * stock["after"], result
 
 
 def out_of_order() -> list[Tensor]:
-    """Two forwards whose outputs are used in the other order, and one without backward."""
+    """Run two forwards whose outputs are used in the other order, and a forward without a backward."""
     model, x = model_and_input()
     first, second = model(x), model(x * 2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The kernels of schedule ``fused``, interpreted, with all ranks in one process: which numbers go where, and when."""
+"""The interpreted kernels of schedule ``fused``, with all ranks in one process: each value reaches its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CUTS = (SMALL, Tiles(rows=32, columns=32, depth=32, group=1, split=True, pullers
 
 
 class Group:
-    """What a workspace asks a process group."""
+    """The part of a process group that a workspace reads."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -40,7 +40,7 @@ class Group:
 
 
 def workspaces(world: int) -> list[Workspace]:
-    """One workspace a rank, over buffers that are full of what no kernel may use."""
+    """Return one workspace for each rank, over buffers full of values that no kernel may use."""
     buffers: dict[int, list[Tensor]] = {}
 
     def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
@@ -64,25 +64,25 @@ def nothing(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float16)
 
 
-def stage(workspace: Workspace, x: Tensor, whole: Tensor, cut: Tiles) -> None:
+def stage(workspace: Workspace, x: Tensor, gathered: Tensor, cut: Tiles) -> None:
     blocks = workspace.world * -(-len(x) // cut.rows)
     common = (workspace.peers, workspace.state, workspace.counts)
     stage_kernel[(3,)](
-        x, whole, *common, blocks, workspace.rank, x.numel(), workspace.half_bytes, workspace.world, 64
+        x, gathered, *common, blocks, workspace.rank, x.numel(), workspace.half_bytes, workspace.world, 64
     )  # fmt: skip
 
 
 def multiply(
     workspace: Workspace,
-    whole: Tensor,
+    gathered: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
     cut: Tiles,
 ) -> list[Tensor]:
-    three, (rows, k) = launch._pad_to_three, whole.shape
+    three, (rows, k) = launch._pad_to_three, gathered.shape
     outs = [nothing(rows, len(weight)) for weight in weights]
     gather_gemm_kernel[(cut.pullers + 3,)](
-        whole, *three(weights), *three(biases), *three(outs), workspace.peers, workspace.state, workspace.counts,
+        gathered, *three(weights), *three(biases), *three(outs), workspace.peers, workspace.state, workspace.counts,
         workspace.rank, rows // workspace.world, k, *three([len(weight) for weight in weights], 0),
         workspace.half_bytes, cut.pullers, len(weights), launch._is_transposed(weights[0]), workspace.world,
         cut.rows, cut.columns, cut.depth, cut.group, cut.split, cut.width,
@@ -121,7 +121,7 @@ def turned(weights: list[Tensor], transposed: bool) -> list[Tensor]:
 
 
 class Problem:
-    """Rows and weights of all ranks, and what is to come out."""
+    """Rows and weights of all ranks, and the results that kernels must compute."""
 
     def __init__(
         self, world: int, m: int, k: int, features: tuple[int, ...], transposed: bool
@@ -132,10 +132,10 @@ class Problem:
         self.biases = [[drawn(n) if transposed else None for n in features] for _ in range(world)]
         self.inputs = [[drawn(world * m, n) for n in features] for _ in range(world)]
         self.backs = [turned([drawn(k, n) for n in features], transposed) for _ in range(world)]
-        self.whole = torch.cat(self.xs)
+        self.gathered = torch.cat(self.xs)
         self.added = [drawn(k) if transposed else None for _ in range(world)]
         self.sum = sum(self.term(rank) for rank in range(world))
-        self.wholes = [nothing(world * m, k) for _ in range(world)]
+        self.buffers = [nothing(world * m, k) for _ in range(world)]
 
     def term(self, rank: int) -> Tensor:
         pairs, bias = zip(self.inputs[rank], self.backs[rank], strict=True), self.added[rank]
@@ -146,20 +146,20 @@ class Problem:
 
 
 def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
-    right = torch.equal(problem.wholes[rank], problem.whole)
+    right = torch.equal(problem.buffers[rank], problem.gathered)
     for out, weight, bias in zip(outs, problem.weights[rank], problem.biases[rank], strict=True):
-        wanted = torch.nn.functional.linear(problem.whole.float(), weight.float())
+        wanted = torch.nn.functional.linear(problem.gathered.float(), weight.float())
         right &= torch.equal(out, (wanted if bias is None else wanted + bias.float()).half())
     return right
 
 
 def is_sum(problem: Problem, rank: int, out: Tensor) -> bool:
-    return bool(
-        ((out.float() - problem.sum[rank * problem.m :][: problem.m]).abs() < 1).all()
-    )  # terms are rounded
+    # Terms are rounded.
+    return bool(((out.float() - problem.sum[rank * problem.m :][: problem.m]).abs() < 1).all())
 
 
-Shape = tuple[int, int, tuple[int, ...]]  # rows of a rank, features in, and out
+# Rows of a rank, input features, and output features.
+Shape = tuple[int, int, tuple[int, ...]]
 SHAPES: tuple[Shape, ...] = (
     (20, 40, (24,)),
     (16, 16, (8, 24, 40)),
@@ -170,7 +170,7 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def wrong(world: int, shapes: tuple[Shape, ...]) -> list[str]:
-    """Names of what comes out wrong: operators in turn, over the same two halves, ranks in many orders."""
+    """Return the names of wrong results of operators in turn over the same two halves, with ranks in many orders."""
     found, spaces = [], workspaces(world)
     torch.manual_seed(world)
     orders = itertools.cycle(list(itertools.permutations(range(world)))[:: max(1, world - 2) ** 3])
@@ -178,10 +178,14 @@ def wrong(world: int, shapes: tuple[Shape, ...]) -> list[str]:
         problem = Problem(world, m, k, features, transposed=i % 2 == 1)
         name = f"world {world}, {m} x {k} -> {features}, {cut}"
         for rank in next(orders):
-            stage(spaces[rank], problem.xs[rank], problem.wholes[rank], cut)
+            stage(spaces[rank], problem.xs[rank], problem.buffers[rank], cut)
         for rank in next(orders):
             outs = multiply(
-                spaces[rank], problem.wholes[rank], problem.weights[rank], problem.biases[rank], cut
+                spaces[rank],
+                problem.buffers[rank],
+                problem.weights[rank],
+                problem.biases[rank],
+                cut,
             )
             if not is_gathered(problem, rank, outs):
                 found.append(f"gathered on rank {rank}: {name}")
@@ -206,21 +210,21 @@ def wrong(world: int, shapes: tuple[Shape, ...]) -> list[str]:
 
 
 def ahead(world: int) -> list[str]:
-    """Names of what comes out wrong where one rank is an operator ahead of the others, in the other half."""
+    """Return the names of wrong results if one rank is an operator ahead of its peers, in the other half."""
     found, spaces = [], workspaces(world)
     first, second = (Problem(world, 20, 24, (16,), transposed=False) for _ in range(2))
-    for space, x, whole in zip(spaces, first.xs, first.wholes, strict=True):
-        stage(space, x, whole, SMALL)
+    for space, x, buffer in zip(spaces, first.xs, first.buffers, strict=True):
+        stage(space, x, buffer, SMALL)
     for rank in range(world):
         outs = multiply(
-            spaces[rank], first.wholes[rank], first.weights[rank], first.biases[rank], SMALL
+            spaces[rank], first.buffers[rank], first.weights[rank], first.biases[rank], SMALL
         )
         found += [] if is_gathered(first, rank, outs) else [f"first on rank {rank}"]
-        # the ranks behind this one still have to fetch what it laid out before
-        stage(spaces[rank], second.xs[rank], second.wholes[rank], SMALL)
+        # Later ranks still have to fetch the rows that this rank staged before.
+        stage(spaces[rank], second.xs[rank], second.buffers[rank], SMALL)
     for rank in reversed(range(world)):
         outs = multiply(
-            spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL
+            spaces[rank], second.buffers[rank], second.weights[rank], second.biases[rank], SMALL
         )
         found += [] if is_gathered(second, rank, outs) else [f"second on rank {rank}"]
         send(spaces[rank], second.inputs[rank], second.backs[rank], second.added[rank], SMALL)
@@ -239,7 +243,7 @@ def test_every_number_goes_where_it_belongs():
     assert interpreted(every_case) == []
 
 
-def test_kernels_and_hosts_lay_out_memory_alike():
+def test_kernels_and_hosts_lay_out_memory_the_same():
     assert kernels.HEADER.value == HEADER
     assert kernels.RANKS.value >= memory.MOST_RANKS
     assert 8 * (kernels.DONE.value + kernels.RANKS.value) <= HEADER

@@ -1,4 +1,4 @@
-"""The kernels of schedule ``fused``, compiled for an H200 without one: whether they fit, and use what is fast there."""
+"""The kernels of schedule ``fused``, compiled for an H200 without one: they fit, and use its fast instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ovpatch.overlap.tensor_parallel.triton_gemm import gather_gemm_kernel, gemm
 from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 from tests.support.rarely import RARELY
 
-SHARED = 227 * 1024  # bytes of shared memory that a program may have
+# The bytes of shared memory that a program may have.
+SHARED = 227 * 1024
 ALIGNED = ("K", "K0", "K1", "K2", "n", "n0", "n1", "n2", "half_bytes")
 
 
@@ -57,7 +58,7 @@ CUTS = {
 }
 
 
-#: With three products the kernels need most; that one compiles is no question of its tiles.
+#: With three GEMMs, the kernels need the most memory. With one, tiles do not decide whether they compile.
 RUNS = [
     pytest.param(
         count,
@@ -86,5 +87,5 @@ def test_kernels_fit_and_are_asynchronous(count, tiles, tmp_path, monkeypatch):
     assert "ld.global.v4" in rows, "rows are fetched by 16 bytes a thread"
     assert "fence.proxy.async.global" in rows
     assert "cp.async.bulk.wait_group 0" in scatter.asm["ptx"], (
-        "tiles have to be there before they are signalled"
+        "tiles must be stored before they are signalled"
     )

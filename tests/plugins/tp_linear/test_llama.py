@@ -1,4 +1,4 @@
-"""A model with attention and gated feed-forwards under torchtitan's plan, trained stock and patched."""
+"""A model with attention and gated feed-forwards in torchtitan's plan trains in stock PyTorch and patched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from tests.plugins.ddp.checks import check_all
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, device, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, copy_full, device, mesh
 from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal, trained
 from tests.support.rarely import ALL_CASES, RARELY
@@ -69,16 +69,16 @@ def llama(
                     / micro
                 )
                 loss.backward()
-            total += whole(loss)
+            total += copy_full(loss)
         return total, {}
 
     return trained(model, run, steps, backward=False, gathered=gathered)
 
 
 def wrap_checkpoints(model: Llama, kind: str) -> None:
-    """Let layers be recomputed in backward."""
+    """Have layers recompute in the backward."""
     policies = {
-        "products kept": [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+        "GEMMs kept": [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
         "collectives kept": [
             torch.ops._c10d_functional.all_gather_into_tensor.default,
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -111,13 +111,13 @@ CASES = {
     "microbatches": {"micro": 3},
     **{
         kind: {"checkpointing": kind}
-        for kind in ("reentrant", "not reentrant", "products kept", "collectives kept")
+        for kind in ("reentrant", "not reentrant", "GEMMs kept", "collectives kept")
     },
 }
 
 
 def linears(result: Record, steps: int = 2, layers: int = 1, local: bool = False) -> None:
-    """Every linear of every forward was ours, and those behind a gather of DTensors were computed with it."""
+    """Assert that the feature ran every linear of every forward, and linears of shared gathers with the gather."""
     counted = result["counters"]
     assert counted["linears"] == 7 * layers + 1
     assert counted["stock_calls"] == counted["unused"] == 0
@@ -144,7 +144,7 @@ def check(results: list[Record]) -> None:
 @pytest.mark.parametrize(
     "schedule", ["bulk", "chunk", *(pytest.param(name, marks=RARELY) for name in ("stock", "ring"))]
 )
-def test_inputs_gathered_anew(ranks, schedule):
+def test_inputs_gathered_again(ranks, schedule):
     more = (
         ("not reentrant", "attention frozen", "microbatches")
         if schedule != "bulk" or ALL_CASES
@@ -155,11 +155,12 @@ def test_inputs_gathered_anew(ranks, schedule):
     results = ranks(2)(all_both, llama, cases, options=options, timeout=120)
     check_all(results, check=check)
     for result in results:
-        assert [one["counters"]["stock_calls"] for one in result.values()] == [0] * len(cases)
+        stock_calls = [case_result["counters"]["stock_calls"] for case_result in result.values()]
+        assert stock_calls == [0] * len(cases)
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_gathers_for_several_left_to_stock(ranks, local):
+def test_torch_runs_shared_gathers_if_the_option_is_off(ranks, local):
     for result in ranks(2)(both, llama, local=local, options={"shared_gather": False}):
         equal(result["stock"], result["patched"])
         assert result["counters"]["calls"] == 8 * 2
@@ -194,7 +195,7 @@ def test_cases(ranks, schedule):
                 assert result[name]["counters"]["stock_calls"] == 0
 
 
-def test_features_that_do_not_divide_are_left_to_stock(ranks):
+def test_torch_runs_features_that_do_not_divide(ranks):
     for result in ranks(3)(both, uneven):
         equal(result["stock"], result["patched"])
         assert result["counters"]["stock_calls"] > 0
@@ -223,7 +224,7 @@ def uneven() -> list[Record]:
     return trained(model, run, 2)
 
 
-def test_autocast_rounds_no_worse_than_stock(ranks):
+def test_autocast_rounds_no_worse_than_stock_pytorch(ranks):
     exact = ranks(2)(llama, dtype=torch.float64, steps=1, gathered=True)
     results = ranks(2)(both, llama, dtype=torch.float32, steps=1, autocast=True, gathered=True)
     for single, result in zip(exact, results, strict=True):
@@ -247,8 +248,8 @@ def test_single_precision_by_the_shared_rule(ranks):
         alone, ranks(2)(both, llama, dtype=torch.float32, gathered=True), strict=True
     ):
         keep = ("loss", "norm", "grad")
-        stock, ours, other = (
+        stock, ours, reordered = (
             [{name: step[name] for name in keep} for step in run[:-1]]
             for run in (result["stock"], result["patched"], single)
         )
-        compare(stock, ours, reordered=other).assert_equal()
+        compare(stock, ours, reordered=reordered).assert_equal()

@@ -1,4 +1,4 @@
-"""Models under ``parallelize_module``, trained stock and patched, and on one process."""
+"""Models in ``parallelize_module`` train in stock PyTorch, patched, and in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.plugins.ddp.arms import seeded
 from tests.plugins.ddp.checks import check_all
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, device, draw, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, copy_full, device, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.training import equal, trained
 
@@ -29,7 +29,7 @@ def mlp(
     gathered: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[Record]:
-    """Train an MLP whose input and output are laid out as told; the loss is the sum of the ranks'."""
+    """Train an MLP with the given layouts of its input and output; the loss is the sum over the ranks."""
     given, handed_out = layouts
     model = MLP(bias=bias).to(device(), dtype)
     group = mesh()
@@ -57,12 +57,13 @@ def mlp(
         y = model(mine)
         assert y.is_contiguous()
         loss = (y - part(target, handed_out)).square().sum()
-        if not tp:  # what this rank would see
+        # Return the values of this rank.
+        if not tp:
             return loss, {
                 "x": lambda: part_of(mine.grad, given),
                 "y": lambda: part_of(y, handed_out),
             }
-        return loss, {"x": lambda: whole(mine.grad), "y": lambda: y.detach() * 1.0}
+        return loss, {"x": lambda: copy_full(mine.grad), "y": lambda: y.detach() * 1.0}
 
     def part_of(tensor: Tensor, layout: Any) -> Tensor:
         tensor = tensor.detach()
@@ -111,8 +112,8 @@ def alone_and_cut() -> dict[str, list[list[Record]]]:
     }
 
 
-def test_stock_is_what_one_process_computes(ranks):
-    """The tests above compare with stock; this one tells that stock's numbers are those of the model."""
+def test_stock_pytorch_computes_the_values_of_one_process(ranks):
+    """The tests above compare with stock PyTorch. This test shows that its values are the values of the model."""
     for found in ranks(2)(alone_and_cut):
         for single, cut in found.values():
             equal(single, cut, ("x", "y", "grad", "param"), 1e-10)

@@ -16,10 +16,10 @@ from tests.plugins.tp_linear.arms import (
     Record,
     all_both,
     check_all,
+    copy_full,
     draw,
     mesh,
     seen,
-    whole,
 )
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.support.equality import compare
@@ -30,7 +30,7 @@ PLAN = {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output
 
 
 def train(mode: str) -> list[Record]:
-    """Train three steps, the first of them inside of the mode, or after a forward in it."""
+    """Train three steps; the first step is inside of the mode, or follows a forward in it."""
     torch.manual_seed(0)
     model = parallelize_module(MLP(), mesh(), PLAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -41,12 +41,14 @@ def train(mode: str) -> list[Record]:
         if step == 0 and mode in FORWARD_ONLY:
             with MODES[mode]():
                 before = model(x)
-                # A fake tensor has a shape alone.
-                record["before"] = tuple(before.shape) if mode == "fake" else whole(before).clone()
+                # A fake tensor has a shape but no values.
+                record["before"] = (
+                    tuple(before.shape) if mode == "fake" else copy_full(before).clone()
+                )
         with MODES[mode]() if step == 0 and mode not in FORWARD_ONLY else contextlib.nullcontext():
             loss = model(x).square().sum()
             loss.backward()
-        records.append({"loss": whole(loss), **record, **seen(model)})
+        records.append({"loss": copy_full(loss), **record, **seen(model)})
         optimizer.step()
         optimizer.zero_grad()
     return [*records, seen(model)]

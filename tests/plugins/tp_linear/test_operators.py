@@ -1,4 +1,4 @@
-"""The operators alone, on plain tensors, against the whole product on every rank."""
+"""The operators alone, on plain tensors, compared with the full GEMM on every rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return draw(*shape, seed=seed, dtype=torch.float64)
 
 
-def mine(whole: Tensor, dim: int) -> Tensor:
-    return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+def mine(full: Tensor, dim: int) -> Tensor:
+    return full.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
 def leaf(tensor: Tensor, wanted: bool = True) -> Tensor:
@@ -37,7 +37,7 @@ def shape_of(dim: int, sequence: int, features: int) -> list[int]:
 def gathered(
     case: dict[str, Any], way: dict[str, Any]
 ) -> list[tuple[str, Tensor | None, Tensor | None]]:
-    """Pairs of what the operator gives and what the whole product gives, by name."""
+    """Return pairs of a result of the operator and of the full GEMM, by name."""
     world = dist.get_world_size()
     dim, frozen, unused = case.get("dim", 0), case.get("frozen", ()), case.get("unused", ())
     x = leaf(drawn(*shape_of(dim, 4 * world, K), seed=1), "x" not in frozen)
@@ -57,20 +57,20 @@ def gathered(
     outs = all_gather_linear(
         own, own_weights, dist.group.WORLD, biases=own_biases, dim=case.get("given", dim), **way
     )
-    wholes = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    full_outs = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     pairs: list[Any] = [
-        (f"out{i}", out, mine(whole, -1))
-        for i, (out, whole) in enumerate(zip(outs, wholes, strict=True))
+        (f"out{i}", out, mine(full, -1))
+        for i, (out, full) in enumerate(zip(outs, full_outs, strict=True))
     ]
     used = [i for i in range(len(weights)) if i not in unused]
     sum((outs[i] * mine(scales[i], -1)).sum() for i in used).backward()
-    sum((wholes[i] * scales[i]).sum() for i in used).backward()
+    sum((full_outs[i] * scales[i]).sum() for i in used).backward()
     pairs.append(("x", own.grad, None if x.grad is None else mine(x.grad, dim)))
     for kind, ours, theirs in (("w", own_weights, weights), ("b", own_biases, biases)):
-        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            if one is not None and other is not None:
+        for i, (shard, full) in enumerate(zip(ours, theirs, strict=True)):
+            if shard is not None and full is not None:
                 pairs.append(
-                    (f"{kind}{i}", one.grad, None if other.grad is None else mine(other.grad, 0))
+                    (f"{kind}{i}", shard.grad, None if full.grad is None else mine(full.grad, 0))
                 )
     return pairs
 
@@ -93,12 +93,12 @@ def scattered(
     out = linear_reduce_scatter(
         own, own_weight, dist.group.WORLD, bias=own_bias, dim=case.get("given", dim), **way
     )
-    whole = linear(x, weight, bias)
+    full_out = linear(x, weight, bias)
     (out * mine(scale, dim)).sum().backward()
-    (whole * scale).sum().backward()
-    pairs: list[Any] = [("out", out, mine(whole, dim))]
-    for name, one, other in (("x", own, x), ("w0", own_weight, weight)):
-        pairs.append((name, one.grad, None if other.grad is None else mine(other.grad, -1)))
+    (full_out * scale).sum().backward()
+    pairs: list[Any] = [("out", out, mine(full_out, dim))]
+    for name, shard, full in (("x", own, x), ("w0", own_weight, weight)):
+        pairs.append((name, shard.grad, None if full.grad is None else mine(full.grad, -1)))
     if own_bias is not None and bias is not None:
         pairs.append(("b0", own_bias.grad, bias.grad))
     return pairs
@@ -109,16 +109,16 @@ CASES: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         "one": {},
         "bias, along the second dimension": {"bias": True, "dim": 1},
         "three": {"weights": 3, "bias": True},
-        "counted from behind": {"given": -2, "dim": 1, "weights": 2},
+        "counted from the end": {"given": -2, "dim": 1, "weights": 2},
         "frozen weights": {"weights": 2, "frozen": ("w0", "w1")},
         "one frozen weight": {"weights": 2, "frozen": ("w0",)},
         "frozen input": {"weights": 2, "bias": True, "frozen": ("x",)},
-        "an output that nobody uses": {"weights": 3, "bias": True, "unused": (1,)},
+        "an unused output": {"weights": 3, "bias": True, "unused": (1,)},
     },
     scattered: {
         "plain": {},
         "bias, along the second dimension": {"bias": True, "dim": 1},
-        "counted from behind": {"given": -3, "bias": True},
+        "counted from the end": {"given": -3, "bias": True},
         "frozen weight": {"bias": True, "frozen": ("w0",)},
         "frozen input": {"frozen": ("x",)},
     },
@@ -126,7 +126,7 @@ CASES: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
 
 
 def wrong(operator: Callable[..., Any]) -> list[str]:
-    """Names of what is not as it should be, in all cases and ways."""
+    """Return the names of wrong results, in all cases and ways."""
     found = []
     for name, case in CASES[operator].items():
         for way in WAYS:
@@ -180,7 +180,7 @@ def test_mistakes_are_named(ranks):
 
 
 def written() -> list[tuple[Tensor, Tensor]]:
-    """Pairs of gradients, where the operator's output is written into and where it is copied before."""
+    """Return pairs of gradients: the output of an operator is written into, or copied before."""
     found = []
     for operator in (lambda x, w: all_gather_linear(x, [w], dist.group.WORLD)[0], _scatter):
         grads = []
@@ -198,6 +198,6 @@ def _scatter(x: Tensor, weight: Tensor) -> Tensor:
     return linear_reduce_scatter(x, weight, dist.group.WORLD)
 
 
-def test_an_output_may_be_written_into_as_that_of_a_linear(ranks):
+def test_an_output_may_be_written_into_as_the_output_of_a_linear(ranks):
     for pairs in ranks(2)(written):
-        assert all(torch.equal(one, two) for one, two in pairs)
+        assert all(torch.equal(first, second) for first, second in pairs)

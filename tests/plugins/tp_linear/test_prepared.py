@@ -1,4 +1,4 @@
-"""Launches of schedule ``fused`` that hold on to a compiled kernel take the one that Triton would have taken."""
+"""Launches of schedule ``fused`` that keep a compiled kernel use the kernel that Triton would have chosen."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def binder(kernel: Any) -> Callable[..., Any]:
-    """Triton's own: it tells for what of its arguments a kernel is compiled."""
+    """Return Triton's own binder, which returns the properties of its arguments that a kernel is compiled for."""
     return create_function_from_signature(
         kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
     )
 
 
 class Watched:
-    """Stands for a kernel: logs launches, and compares their arguments with what was compiled."""
+    """A kernel that logs launches and compares their arguments with the compiled ones."""
 
     def __init__(self, kernel: Any, log: list[Any]) -> None:
         self.kernel, self.log = kernel, log
@@ -50,21 +50,21 @@ class Watched:
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
         def first(*args: Any, **options: int) -> Any:
             compiled_for = (binder(self.kernel)(*args)[1], options)
-            self.log.append((self.kernel.__name__, grid, described(args), compiled_for, "asked"))
+            self.log.append((self.kernel.__name__, grid, described(args), compiled_for, "compiled"))
             return Compiled(self, compiled_for)
 
         return first
 
 
 class Compiled:
-    def __init__(self, of: Watched, compiled_for: Any) -> None:
-        self.of, self.compiled_for = of, compiled_for
+    def __init__(self, watched: Watched, compiled_for: Any) -> None:
+        self.watched, self.compiled_for = watched, compiled_for
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def run(*args: Any) -> None:
-            kernel = self.of.kernel
+            kernel = self.watched.kernel
             assert binder(kernel)(*args)[1] == self.compiled_for[0]
-            self.of.log.append(
+            self.watched.log.append(
                 (kernel.__name__, grid, described(args), self.compiled_for, "as before")
             )
 
@@ -72,7 +72,7 @@ class Compiled:
 
 
 def described(args: tuple[Any, ...]) -> list[Any]:
-    """What has to be the same for a launch to do the same."""
+    """Return the properties of arguments that must be equal for two launches to do the same."""
     return [
         (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args
     ]
@@ -87,7 +87,7 @@ class Group:
 
 
 def workspace() -> Workspace:
-    """One whose memory no kernel will touch, of any size."""
+    """Return a workspace of any size whose memory no kernel touches."""
 
     def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
         return Memory(torch.empty(0), [0, 0])
@@ -100,9 +100,8 @@ def log(monkeypatch):
     found: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
-    monkeypatch.setattr(
-        prepared, "_get_address", lambda tensor: tensor
-    )  # whose type could not be seen
+    # The type of an address could not be seen.
+    monkeypatch.setattr(prepared, "_get_address", lambda tensor: tensor)
     return found
 
 
@@ -115,7 +114,7 @@ def weight(n: int, k: int, transposed: bool, dtype: torch.dtype) -> Tensor:
 
 
 def bias(n: int, kind: int, dtype: torch.dtype) -> Tensor | None:
-    """None, one that begins where kernels read well, or one that does not."""
+    """Return no bias, a bias at an aligned address, or a bias at an address that is not aligned."""
     return None if not kind else torch.empty(n + 1, dtype=dtype)[kind - 1 :][:n]
 
 
@@ -161,13 +160,13 @@ def scatter(
 def launches(
     log: list[Any], operator: Any, space: Workspace, case: Any
 ) -> tuple[list[Any], set[str]]:
-    """What an operator launches, and how."""
+    """Return the launches of an operator, and whether they were compiled or kept."""
     log.clear()
     operator(space, *case)
     return [launch[:-1] for launch in log], {launch[-1] for launch in log}
 
 
-def test_what_is_launched_again_is_what_triton_would_launch(log):
+def test_kept_launches_are_the_launches_of_triton(log):
     space, tiles = workspace(), (None, Tiles(columns=128))
     cases = list(itertools.product((gather, scatter), MS, KS, COUNTS, DTYPES, (False, True), tiles))
     random.Random(0).shuffle(cases)
@@ -183,17 +182,18 @@ def test_what_is_launched_again_is_what_triton_would_launch(log):
         space.kept = kept
 
 
-def test_a_workspace_of_other_size_is_asked_anew(log):
+def test_a_workspace_of_another_size_compiles_again(log):
     space, case = workspace(), (16, 8, 1, torch.bfloat16, False, None)
     before, _ = launches(log, scatter, space, case)
-    assert space.begin_operator(1 << 31, 0)  # so large that its number needs 64 bits
+    # The size is so large that its number needs 64 bits.
+    assert space.begin_operator(1 << 31, 0)
     after, how = launches(log, scatter, space, case)
-    assert how == {"asked"}
+    assert how == {"compiled"}
     assert after != before
 
 
 class Recorder:
-    """Stands for a kernel and for what is compiled of it; keeps what it was launched with."""
+    """A kernel, and its compiled form, that keeps the arguments of its launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -219,8 +219,8 @@ def test_tensors_are_launched_again_by_address():
     assert again == (y.data_ptr(), None, state.data_ptr(), 7, None)
 
 
-def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
-    asked: list[tuple[int, int, int | None]] = []
+def test_memory_for_descriptors_comes_from_the_workspace_alone():
+    requests: list[tuple[int, int, int | None]] = []
 
     class Kernel(Recorder):
         def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
@@ -231,15 +231,15 @@ def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
             return run
 
     def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-        asked.append((size, alignment, stream))
+        requests.append((size, alignment, stream))
         return torch.empty(size)
 
     before = _allocation._allocator.get()
     launched = prepared.Prepared(Kernel(), 3, scratch, ())
     launched()
     launched()
-    assert asked == [(640, 128, None)] * 2
-    assert _allocation._allocator.get() is before, "the script may have one of its own"
+    assert requests == [(640, 128, None)] * 2
+    assert _allocation._allocator.get() is before, "the script may have its own allocator"
 
 
 def test_ever_new_lengths_do_not_fill_memory(log, monkeypatch):
@@ -268,10 +268,10 @@ def test_operands_that_do_not_fit_are_refused(log, weights, biases):
         ValueError, match=r"does not fit .*: give all operands one dtype, and features that match"
     ):
         launch.gather_linear(space, rows(4, 16), weights, biases)
-    assert not log, "no rank may wait for what another one has not launched"
+    assert not log, "no rank may wait for a launch that another rank has refused"
 
 
-def test_products_that_do_not_fit_are_refused(log):
+def test_gemms_that_do_not_fit_are_refused(log):
     for xs, weights in (
         ([rows(8, 16)], [rows(8, 24)]),
         ([rows(8, 16), rows(6, 16)], [rows(8, 16)] * 2),

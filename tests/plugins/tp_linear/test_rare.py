@@ -1,4 +1,4 @@
-"""What few scripts do, and would find out late that it went wrong."""
+"""Uses of linears that few scripts have, and whose errors these scripts would detect late."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.plugins.tp_linear.arms import (
     Record,
     both,
     check_same,
+    copy_full,
     draw,
     layout,
     mesh,
-    whole,
 )
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.test_contract import PLAN, made
@@ -45,7 +45,7 @@ def rows(count: int = 3) -> Tensor:
 
 
 def grads(model: nn.Module) -> dict[str, Any]:
-    return {name: whole(param.grad) for name, param in model.named_parameters()}
+    return {name: copy_full(param.grad) for name, param in model.named_parameters()}
 
 
 def linear(style: Any, **kwargs: Any) -> nn.Linear:
@@ -59,7 +59,7 @@ def linear(style: Any, **kwargs: Any) -> nn.Linear:
 
 
 def uneven() -> Record:
-    """Five rows on two ranks: as DTensors their parts may differ in size."""
+    """Run five rows on two ranks: the parts of a DTensor may differ in size."""
     group, x = mesh(), draw(5, WIDTH, seed=1, dtype=DOUBLE)
     up, down = (
         linear(ColwiseParallel(input_layouts=Shard(0))),
@@ -70,21 +70,21 @@ def uneven() -> Record:
     gathered = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=DOUBLE))
     prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
     parallelize_module(gathered, group, {"": prepare, "0": ColwiseParallel()})
-    behind = gathered(torch.distributed.tensor.distribute_tensor(x, group, (Shard(0),)))
-    (between.square().sum() + behind.square().sum()).backward()
+    prepared = gathered(torch.distributed.tensor.distribute_tensor(x, group, (Shard(0),)))
+    (between.square().sum() + prepared.square().sum()).backward()
     return {
-        "y": [whole(between), whole(behind)],
+        "y": [copy_full(between), copy_full(prepared)],
         "grads": [grads(up), grads(down), grads(gathered)],
     }
 
 
 def vectors() -> Record:
-    """Inputs without a sequence."""
+    """Run inputs without a sequence."""
     up, down = linear(ColwiseParallel()), linear(RowwiseParallel())
     x = draw(WIDTH, seed=1, dtype=DOUBLE).requires_grad_()
     y = down(up(x))
     y.square().sum().backward()
-    return {"y": whole(y), "x": x.grad, "grads": [grads(up), grads(down)]}
+    return {"y": copy_full(y), "x": x.grad, "grads": [grads(up), grads(down)]}
 
 
 def complex_numbers() -> Record:
@@ -95,8 +95,8 @@ def complex_numbers() -> Record:
     return {"x": x.grad, "grads": grads(model)}
 
 
-def on_its_way() -> Record:
-    """A functional collective's output may still be on its way when it comes."""
+def in_flight() -> Record:
+    """Run a linear whose input is the output of a functional collective that may still be in flight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(48, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DOUBLE)
     plan = {
@@ -108,7 +108,7 @@ def on_its_way() -> Record:
     parallelize_module(model, mesh(), plan)
     y = model(torch.arange(24).view(12, 2))
     y.square().sum().backward()
-    return {"y": whole(y), "grads": grads(model), "type": type(y).__name__}
+    return {"y": copy_full(y), "grads": grads(model), "type": type(y).__name__}
 
 
 def added_to_itself() -> Any:
@@ -126,7 +126,7 @@ def added_to_itself() -> Any:
 
 
 def partly(way: str) -> Record:
-    """An earlier microbatch has left gradients; this backward is for the input alone."""
+    """Compute a backward for the input alone, after an earlier microbatch has left gradients."""
     model, x = made(), rows()
     model(rows()).square().sum().backward()
     loss = model(x).square().sum()
@@ -136,7 +136,7 @@ def partly(way: str) -> Record:
         x.grad = torch.autograd.grad(loss, [x])[0]
     else:
         found = torch.autograd.grad(loss, [model.up.weight, x])
-        return {"found": [whole(one) for one in found], "grads": grads(model)}
+        return {"found": [copy_full(grad) for grad in found], "grads": grads(model)}
     return {"x": x.grad, "grads": grads(model)}
 
 
@@ -150,7 +150,7 @@ def backward_on_one_rank() -> Record:
 
 
 def weights_on_one_rank(style: Any) -> Record:
-    """One rank looks at a gradient of a weight, whose input needs one, too."""
+    """Read the gradient of a weight on one rank, although the input needs one, too."""
     model, x = linear(style), rows(4)
     y = model(x)
     alone = None
@@ -165,11 +165,11 @@ def weights_on_one_rank(style: Any) -> Record:
     }
 
 
-# ---------------------------------------------------------------- who watches
+# ---------------------------------------------------------------- watchers
 
 
 def counted() -> Record:
-    """One rank counts operations."""
+    """Count operations on one rank."""
     torch.manual_seed(0)
     model, x = made(), rows()
     prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
@@ -208,11 +208,11 @@ def replaced_forward() -> Record:
     model.forward = lambda x: forward(x) * 2
     parallelize_module(model, mesh(), ColwiseParallel(input_layouts=Shard(0)))
     y = model(rows())
-    return {"y": whole(y), "signature": str(inspect.signature(type(model).forward))}
+    return {"y": copy_full(y), "signature": str(inspect.signature(type(model).forward))}
 
 
 def ordered() -> list[list[str]]:
-    """Hooks before and behind the style's, some registered before, some while the feature was on."""
+    """Register hooks before and after the hooks of the style, some before apply() and some after it."""
     model, found = MLP().double(), []
 
     def note(name: str) -> Any:
@@ -220,8 +220,8 @@ def ordered() -> list[list[str]]:
 
     model.up.register_forward_pre_hook(note("before"))
     parallelize_module(model, mesh(), PLAN)
-    model.up.register_forward_pre_hook(note("in front"), prepend=True)
-    model.up.register_forward_pre_hook(note("behind"))
+    model.up.register_forward_pre_hook(note("first"), prepend=True)
+    model.up.register_forward_pre_hook(note("after"))
     with ovpatch.applied("tp_linear"):
         model(rows())
         while_on, found[:] = list(found), []
@@ -230,13 +230,13 @@ def ordered() -> list[list[str]]:
     return [while_on, list(found)]
 
 
-def test_hooks_are_where_they_were(ranks):
+def test_hooks_keep_their_order(ranks):
     for while_on, after in ranks(2)(ordered):
-        assert [line.split(" torch")[0] for line in while_on] == ["in front", "before", "behind"]
+        assert [line.split(" torch")[0] for line in while_on] == ["first", "before", "after"]
         assert [line.split(" torch")[0] for line in after] == [
-            "in front",
+            "first",
             "before",
-            "behind",
+            "after",
             "later",
         ]
 
@@ -254,13 +254,13 @@ def seen_by_hooks() -> list[str]:
     return found
 
 
-def test_what_hooks_see_after_revert(ranks):
+def test_hooks_see_the_inputs_of_torch_after_revert(ranks):
     for found in ranks(2)(seen_by_hooks):
         assert found == ["Tensor", "DTensor"]
 
 
 def late() -> dict[str, Any]:
-    """Somebody's hook with an empty cell, and a linear that FSDP2 has changed."""
+    """Apply to a model that has a hook with an empty cell, and a linear that FSDP2 has changed."""
     model, both_ways = made(), mesh(1, dist.get_world_size(), names=("dp", "tp"))
     sharded = parallelize_module(MLP().double(), both_ways["tp"], PLAN)
     handle = None
@@ -274,7 +274,9 @@ def late() -> dict[str, Any]:
     del handle
     fully_shard(sharded.up, mesh=both_ways["dp"])
     with ovpatch.applied("tp_linear"):
-        (report,) = (one for one in ovpatch.report().features if one.name == "tp_linear")
+        (report,) = (
+            feature for feature in ovpatch.report().features if feature.name == "tp_linear"
+        )
     return {"state": report.state, "remarks": " ".join(report.remarks)}
 
 
@@ -292,24 +294,24 @@ def kept_after_revert() -> list[int]:
         made()(rows()).sum().backward()
         tp_group.get_tp_group(group, torch.device("cpu"))
         dist.destroy_process_group(group)
-        others = [other for other, _ in group_values(tp_group.TPGroup) if other is not group]
+        live = [owner for owner, _ in group_values(tp_group.TPGroup) if owner is not group]
         tp_group.get_tp_group(dist.new_group(), torch.device("cpu"))
-        held = [other for other, _ in group_values(tp_group.TPGroup) if other is group]
+        held = [owner for owner, _ in group_values(tp_group.TPGroup) if owner is group]
     gc.collect()
-    return [len(others), len(held), len(group_values(tp_group.TPGroup))]
+    return [len(live), len(held), len(group_values(tp_group.TPGroup))]
 
 
-def test_process_groups_are_let_go(ranks):
-    for others, held, after in ranks(2)(kept_after_revert):
-        assert others > 0
+def test_destroyed_process_groups_are_released(ranks):
+    for live, held, after in ranks(2)(kept_after_revert):
+        assert live > 0
         assert held == after == 0
 
 
-# ---------------------------------------------------------------- what has changed since
+# ---------------------------------------------------------------- changed tensors and groups
 
 
 class Sum(nn.Module):
-    """``h += down(gelu(up(h)))`` on DTensors, as SequenceParallel hands them out."""
+    """``h += down(gelu(up(h)))`` on DTensors, as SequenceParallel returns them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +349,7 @@ def added_in_place(kind: str) -> Any:
         with torch.no_grad():
             h.mul_(2)
     try:
-        whole(y)
+        copy_full(y)
         (y.to_local() if isinstance(y, DTensor) else y).square().sum().backward()
     except RuntimeError as error:
         return "modified by an inplace operation" in str(error)
@@ -361,7 +363,7 @@ def test_dtensors_that_are_written_into(ranks, kind):
 
 
 def other_biases() -> list[Any]:
-    """Biases that are not laid out as the style left them."""
+    """Compute with biases whose layout differs from the layout of the style."""
     found: list[Any] = []
     for style, placement in ((ColwiseParallel(), Replicate()), (RowwiseParallel(), Shard(0))):
         model = linear(style, bias=False)
@@ -370,12 +372,12 @@ def other_biases() -> list[Any]:
         )
         model.bias = nn.Parameter(bias)
         x = draw(4, WIDTH, dtype=DOUBLE).chunk(2 if placement.is_shard() else 1, -1)
-        found.append(whole(model(x[dist.get_rank() % len(x)].contiguous())))
+        found.append(copy_full(model(x[dist.get_rank() % len(x)].contiguous())))
     return found
 
 
-def groups_made_anew() -> list[bool]:
-    """Process groups are destroyed and made again; the model stays."""
+def groups_made_again() -> list[bool]:
+    """Destroy the process groups and make them again; the model stays."""
     found = []
     with ovpatch.applied("tp_linear"):
         model, x = linear(ColwiseParallel(input_layouts=Shard(0))), rows()
@@ -384,7 +386,7 @@ def groups_made_anew() -> list[bool]:
         world, rank = dist.get_world_size(), dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("anew", store), world_size=world, rank=rank
+            "gloo", store=dist.PrefixStore("again", store), world_size=world, rank=rank
         )
         found.append(torch.equal(model(x), first))
         calls = [
@@ -396,30 +398,30 @@ def groups_made_anew() -> list[bool]:
     return found
 
 
-def test_groups_that_are_made_anew(ranks):
-    for found in ranks(2)(groups_made_anew):
+def test_groups_that_are_made_again(ranks):
+    for found in ranks(2)(groups_made_again):
         assert found == [True, True]
 
 
-# ---------------------------------------------------------------- all of these against stock
+# ---------------------------------------------------------------- all of these compared with stock PyTorch
 
 SAME = {
     uneven: {},
     vectors: {"calls": 2},
     complex_numbers: {"calls": 0},
-    on_its_way: {"calls": 1},
+    in_flight: {"calls": 1},
     added_to_itself: {},
     replaced_forward: {"linears": 0},
     other_biases: {"stock_calls": 2},
 }
 
 
-def test_results_are_stocks(ranks):
+def test_results_are_the_results_of_torch(ranks):
     check_same(ranks(2), SAME)
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_what_options_leave_as_it_is(ranks, on):
+def test_options_do_not_change_results(ranks, on):
     ways = table(way=["inputs", "grad", "grad of a weight"])
     check_same(ranks(2), {partly: (ways, {})}, options={"gradient_accumulation_fusion": on})
     check_same(ranks(2), {counted: {"calls": 4}}, options={"shared_gather": on})
@@ -440,10 +442,10 @@ def test_backwards_on_one_rank_alone_and_dtensors_that_are_added_to(ranks, sched
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_not_kept_gathered_must_not_change(ranks, schedule):
+def test_tensors_that_are_gathered_again_must_not_change(ranks, schedule):
     for result in ranks(2)(both, errors, options={"schedule": schedule, "regather": True}):
-        said, changed = result["patched"]
-        assert "modified by an inplace operation" in said
+        error, changed = result["patched"]
+        assert "modified by an inplace operation" in error
         assert changed is True
 
 

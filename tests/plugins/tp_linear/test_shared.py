@@ -1,4 +1,4 @@
-"""Products computed together with a gather: what a forward may do before, between and instead of the linears' calls."""
+"""GEMMs computed together with a gather: forwards may act before, between and instead of the calls of the linears."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plugins.ddp.arms import table
 from tests.plugins.ddp.checks import check_all
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, draw, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, copy_full, draw, mesh
 from tests.support.equality import compare
 from tests.support.errors import error_of
 from tests.support.rarely import ALL_CASES, RARELY
 
 WIDTH = 24
 IS_TORCH_2_11 = torch.__version__ < (2, 12)
-HAS_DTENSORS_IN_INFERENCE_MODE = torch.__version__ >= (2, 13)  # made of local tensors, by stock
+# Torch makes DTensors of local tensors in inference mode.
+HAS_DTENSORS_IN_INFERENCE_MODE = torch.__version__ >= (2, 13)
 Forward = Callable[["Two", Any], Any]
 
 
 class Two(nn.Module):
-    """Two linears that read one gathered input, and whatever a case makes of them."""
+    """Two linears that read one gathered input, and the forward that a case makes of them."""
 
     def __init__(self, body: Forward, second: nn.Linear | None = None) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ def parallel(
     second: tuple[int, torch.dtype] | None = None,
     dtype: Any = torch.float32,
 ) -> Two:
-    """Return two linears behind one gather; ``second`` is what the second one takes, where that is something else."""
+    """Return two linears after one gather; ``second`` is the input of the second linear, if it differs."""
     torch.manual_seed(0)
     model = Two(body, second and nn.Linear(second[0], WIDTH)).to(dtype)
     if second:
@@ -169,7 +170,8 @@ def read_as_it_is(m: Two, x: Any) -> Any:
     return m.a(x) + m.b(x) + mine * 3 @ torch.ones(WIDTH, 1, dtype=mine.dtype)
 
 
-def routed(m: Two, x: Any) -> Any:  # by operations on DTensors
+# The gate is computed by operations on DTensors.
+def routed(m: Two, x: Any) -> Any:
     gate = (x * 0.5).sum(-1, keepdim=True)
     return m.a(x) * (gate.to_local() if isinstance(gate, DTensor) else gate) + m.b(x)
 
@@ -234,16 +236,15 @@ def run(
     y = model(x)
     if y.requires_grad:
         y.square().sum().backward()
-    grads = {name: whole(param.grad) for name, param in model.named_parameters()}
-    seen = [whole(tensor.grad) for tensor in model.seen]
-    return {"y": whole(y), "x": x.grad, "grads": grads, "seen": seen, "called": called}
+    grads = {name: copy_full(param.grad) for name, param in model.named_parameters()}
+    seen = [copy_full(tensor.grad) for tensor in model.seen]
+    return {"y": copy_full(y), "x": x.grad, "grads": grads, "seen": seen, "called": called}
 
 
-# Products that are computed ahead, and that the forward does not ask for.
+# The number of GEMMs that are computed early, although the forward does not use them.
 UNUSED = {"one is not called": 1, "with another input": 1, "without gradients": 2}
-UNSEEN = (
-    "a weight, by its data",
-)  # where products are computed ahead: no version tells; see README.md
+# A schedule with early GEMMs cannot detect a write through ``.data``, which changes no version: see README.md.
+UNSEEN = ("a weight, by its data",)
 
 
 def require_equal(results: list[Record]) -> None:
@@ -262,14 +263,14 @@ def test_what_a_forward_may_do(ranks, schedule):
     results = ranks(2)(all_both, run, cases, options={"schedule": schedule}, timeout=120)
     check_all(results, check=require_equal)
     for result in results:
-        unused = {name: one["counters"]["unused"] for name, one in result.items()}
+        unused = {name: case_result["counters"]["unused"] for name, case_result in result.items()}
         assert not any(count for name, count in unused.items() if cases[name].get("parent"))
         ahead = {name: unused[f"{name}, local: False"] for name in UNUSED}
         assert ahead == (UNUSED if schedule == "chunk" else dict.fromkeys(UNUSED, 0))
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_products_are_handed_out_in_the_plain_case(ranks, local):
+def test_early_gemms_are_used_in_the_plain_case(ranks, local):
     for result in ranks(2)(both, run, both_called, local):
         compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
         assert result["counters"]["calls"] == 2
@@ -286,7 +287,7 @@ def too_late(m: Two, x: Any) -> Any:
     return y + m.b(x)
 
 
-def test_who_looks_at_the_gradient_too_late_is_told(ranks):
+def test_a_late_hook_on_the_gathered_input_is_an_error(ranks):
     for result in ranks(2)(both, error_of, run, too_late, False):
         assert result["stock"] == "no error"
         assert "a hook or retain_grad() on the gathered input" in result["patched"]
@@ -298,7 +299,7 @@ def under_autocast() -> Tensor:
     y = model(draw(3, WIDTH, seed=1))
     with torch.autocast("cpu", torch.bfloat16):
         y.sum().backward()
-    return whole(model.a.weight.grad)
+    return copy_full(model.a.weight.grad)
 
 
 def test_a_backward_under_autocast(ranks):
@@ -307,7 +308,7 @@ def test_a_backward_under_autocast(ranks):
 
 
 def kept() -> dict[str, int]:
-    """How much memory a gradient keeps, and whether a gathered tensor can go."""
+    """Return the bytes that gradients keep, with and without a freed gathered tensor."""
     sizes = {}
     for name, body in {"read": lambda m, x: x.square(), "both": both_called}.items():
         x = draw(3, WIDTH, seed=1).requires_grad_()
@@ -325,7 +326,7 @@ def test_gradients_keep_no_more_memory_than_their_own(ranks):
 
 
 def computed_before_each_call(locally: bool) -> list[Tensor]:
-    """A weight that a hook computes, as ``torch.nn.utils.weight_norm`` does; the last one's graph is gone."""
+    """Train a weight that a hook computes, as ``torch.nn.utils.weight_norm`` does; its earlier graph was freed."""
     model = parallel(both_called)
     raw = model.a._parameters.pop("weight")
 
@@ -340,11 +341,11 @@ def computed_before_each_call(locally: bool) -> list[Tensor]:
     model.a.register_forward_pre_hook(lambda linear, args: setattr(linear, "weight", computed()))
     for step in range(2):
         model(draw(3, WIDTH, seed=step).requires_grad_()).sum().backward()
-    return [whole(raw.grad), whole(model.b.weight.grad)]
+    return [copy_full(raw.grad), copy_full(model.b.weight.grad)]
 
 
 @pytest.mark.parametrize(("schedule", "locally"), [("bulk", False), ("chunk", True)])
-def test_a_weight_that_each_call_computes_anew(ranks, schedule, locally):
+def test_a_weight_that_each_call_computes_again(ranks, schedule, locally):
     for result in ranks(2)(
         both, computed_before_each_call, locally, options={"schedule": schedule}
     ):
@@ -421,8 +422,8 @@ WATCHES = [
 ]
 
 
-# Torch 2.11 adds a partial gradient to a replicated one by an all-reduce, and a rank that is watched alone would be the
-# only one to start it: a limit that the reference names.
+# Torch 2.11 adds a partial gradient to a replicated one by an all-reduce, and if only one rank has watchers, it alone
+# would start this all-reduce. The reference page lists this limit.
 OTHER_READERS = [] if IS_TORCH_2_11 else [read_by_others]
 
 
@@ -437,8 +438,8 @@ def watched(watch: Any, body: Forward, frozen: str, needs_grad: bool) -> Record:
         y = model(x)
         if y.requires_grad:
             y.square().sum().backward()
-    grads = {name: whole(param.grad) for name, param in model.named_parameters()}
-    return {"y": whole(y), "needs": y.requires_grad, "x": x.grad, "grads": grads}
+    grads = {name: copy_full(param.grad) for name, param in model.named_parameters()}
+    return {"y": copy_full(y), "needs": y.requires_grad, "x": x.grad, "grads": grads}
 
 
 @pytest.mark.parametrize(
@@ -452,14 +453,15 @@ def test_one_rank_alone_may_watch(ranks, schedule, regather):
     )
     if regather:
         cases |= table(watch=WATCHES, body=bodies, frozen=[""], needs_grad=[False])
-    if schedule != "bulk" and not ALL_CASES:  # who watches is found out before a schedule computes
+    # Watchers are found before a schedule computes, so some cases suffice.
+    if schedule != "bulk" and not ALL_CASES:
         cases = dict(list(cases.items())[::4])
     options = {"schedule": schedule, "regather": regather}
     check_all(ranks(2)(all_both, watched, cases, options=options, timeout=120), check=require_equal)
 
 
 def frozen_output() -> list[bool]:
-    """Whether outputs of a frozen linear and of another one need gradients, where the input needs none."""
+    """Return whether outputs of a frozen linear and of a trained one need gradients, if the input needs none."""
     found: list[bool] = []
     model = parallel(
         lambda m, x: found.extend((m.a(x).requires_grad, m.b(x).requires_grad, x.requires_grad))
@@ -469,14 +471,14 @@ def frozen_output() -> list[bool]:
     return found
 
 
-def test_what_is_frozen_needs_no_gradient(ranks):
+def test_frozen_linears_need_no_gradient(ranks):
     for result in ranks(2)(both, frozen_output):
         assert result["stock"] == result["patched"] == [False, True, False]
         assert result["counters"]["shared_calls"] == 2
 
 
-def changed_behind() -> str:
-    """An input that needs no gradient, and a weight, are written into between forward and backward."""
+def changed_after_forward() -> str:
+    """Write into an input that needs no gradient, and into a weight, between forward and backward."""
     found = []
     for change in ("x", "weight"):
         model = parallel(lambda m, x: (m.a(x) * m.b(x), x), dtype=torch.float64)
@@ -491,14 +493,14 @@ def changed_behind() -> str:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_changed_before_backward_is_an_error(ranks, schedule):
-    for result in ranks(2)(both, changed_behind, options={"schedule": schedule}):
+def test_tensors_changed_before_backward_are_an_error(ranks, schedule):
+    for result in ranks(2)(both, changed_after_forward, options={"schedule": schedule}):
         for found in (result["stock"], result["patched"]):
             assert found.count("modified by an inplace operation") == 2
 
 
 def held() -> list[Any]:
-    """What the node of a shared gather knows of the memory of products that were computed later."""
+    """Return the outputs that the node of a shared gather keeps of GEMMs that were computed later."""
     model = parallel(both_called)
     y = model(draw(3, WIDTH).requires_grad_())
     node: Any = y.grad_fn.next_functions[0][0]
