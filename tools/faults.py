@@ -345,7 +345,7 @@ FAULTS: Final = (
         (
             "tests/patching/test_defects.py",
             _DDP_TESTS
-            + "test_stock_face.py::test_what_torch_warns_of_names_the_line_of_the_script",
+            + "test_stock_face.py::test_warnings_of_torch_name_the_line_of_the_script",
         ),
     ),
     Fault(
@@ -498,7 +498,7 @@ FAULTS: Final = (
         "ovpatch/overlap/comm/host_barrier.py",
         "return arrivals >= self._arrivals * self._world",
         "return True",
-        ("tests/overlap/test_gate.py::test_nobody_leaves_before_the_last_has_come",),
+        ("tests/overlap/test_gate.py::test_no_rank_leaves_before_the_last_has_arrived",),
     ),
     Fault(
         "barrier: no rank detects that a peer aborts",
@@ -533,7 +533,7 @@ FAULTS: Final = (
         "ovpatch/overlap/peer_rpc/rpc.py",
         "if os.getpid() != self._pid:",
         "if False:",
-        ("tests/overlap/test_peers_server.py::test_a_fork_is_no_rank_and_leaves_its_parent_alone",),
+        ("tests/overlap/test_peers_server.py::test_a_fork_is_not_a_rank_and_does_not_affect_its_parent",),
     ),
     Fault(
         "a finalizer waits for the lock of the server",
@@ -630,7 +630,7 @@ FAULTS: Final = (
         "(_AGREES, vote.spans_groups, vote.tag, -vote.tag)",
         (
             _SHARDING_TESTS
-            + "test_local_afterwards.py::test_one_rank_alone_may_add_gradients_of_its_own",
+            + "test_local_afterwards.py::test_one_rank_alone_may_add_local_gradients",
         ),
     ),
     Fault(
@@ -681,7 +681,7 @@ FAULTS: Final = (
         "if self._should_abort_collectives and group is not None:",
         "if False:",
         (
-            "tests/overlap/test_gate.py::test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight",
+            "tests/overlap/test_gate.py::test_a_rank_whose_deferred_wait_fails_aborts_the_collectives_in_flight",
         ),
     ),
     Fault(
@@ -689,7 +689,7 @@ FAULTS: Final = (
         "ovpatch/overlap/comm/step_flags.py",
         "self._last_step = step\n        self._num_failed = 0",
         "self._last_step = step",
-        (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_hears_of_it",),
+        (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_raises",),
     ),
     Fault(
         "a rank whose backward failed raises for its peers",
@@ -824,7 +824,7 @@ FAULTS: Final = (
         "pass",
         (
             _SHARDING_TESTS
-            + "test_state.py::test_a_rank_that_has_read_leaves_its_peers_the_time_to_read_as_well",
+            + "test_state.py::test_a_rank_that_has_read_waits_until_its_peers_have_read_as_well",
         ),
     ),
     Fault(
@@ -881,7 +881,7 @@ FAULTS: Final = (
         _REDUCTION + "grad_hooks.py",
         "if sum(map(len, self._node_tables)) > len(self._handles) + len(self._prehook_handles):",
         "if False:",
-        (_DDP_TESTS + "test_foreign_hands.py::test_what_they_do_counts_as_under_stock",),
+        (_DDP_TESTS + "test_foreign_hands.py::test_hooks_on_nodes_act_as_in_stock_pytorch",),
     ),
     Fault(
         "a staged gradient is no copy",
