@@ -429,7 +429,10 @@ def dropped(ending: str) -> tuple[bool, bool, bool]:
             second(data(0, 5, 6)).square().mean().backward()
             second_opt.step()
         elif ending == "destroy":
-            dist.destroy_process_group(dist.new_group())
+            group = dist.new_group()
+            # A rank that destroys the group early would close the connection that its peer still sets up.
+            dist.barrier(group)
+            dist.destroy_process_group(group)
         gc.collect()
         return was_pending, at_once, weight() is not None
 
