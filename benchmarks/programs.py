@@ -370,7 +370,7 @@ def make_table(results: Iterable[dict[str, Any]]) -> str:
             lines.append(_row([result["title"], _where(result), *cells]))
         notes += [f"- {result['title']}: {result['skipped']}"] if result["skipped"] else []
         notes += [
-            # The file has the full texts, which name other processes and logs.
+            # The file has the full messages, which name other processes and logs.
             f"- {result['title']}, {VARIANTS[v].title}: {why.partition('. ')[0]}"
             for v, why in result["failed"].items()
         ]
@@ -386,7 +386,7 @@ def _merge_runs(results: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         merged[key] = result
         if earlier is None:
             continue
-        # Ratios compare with the stock run of their own round, so they hold beside those of other runs.
+        # A ratio compares two runs of one round, so the rounds of another run do not change it.
         measured = {found["variant"] for found in result["summary"]}
         more = [found for found in earlier["summary"] if found["variant"] not in measured]
         merged[key] = result | {

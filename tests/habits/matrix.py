@@ -119,7 +119,7 @@ def run_row(cells: Sequence[Cell]) -> list[Outcome]:
     for i, (cell, noisy) in enumerate(zip(cells, _any_rank(is_noisy), strict=True)):
         noise_runs = []
         if noisy and cell.world > 2:
-            # A single sample of the noise is often less than half of what another order moves.
+            # A single sample of the noise is often less than half of the largest one.
             noise_runs = [
                 _record(cell, loops[i], _STOCK, noise_run=number).records for number in (1, 2, 3)
             ]

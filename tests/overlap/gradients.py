@@ -1,4 +1,4 @@
-"""Gradients as autograd makes them, and collectives done by hand: several buckets stand for the ranks of a group."""
+"""Gradients as autograd makes them, and collectives by hand between buckets that represent the ranks of a group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 
-FLAT = 1 << 60  # as flat_below: every gradient is small
-ALONE = 0  # as flat_below: none is
+# A value of flat_below with which every gradient is small.
+FLAT = 1 << 60
+# A value of flat_below with which no gradient is small.
+ALONE = 0
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -19,13 +21,13 @@ def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 
 def backward(given: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Give every parameter a gradient as the engine does; return their values."""
+    """Give every parameter a gradient as autograd's engine does; return copies of the gradients."""
     torch.autograd.backward(list(given), [torch.randn_like(p) for p in given])
     return [p.grad.clone() for p in given]
 
 
-def alike(given: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return another rank's parameters: the same values, memory of their own, no gradients."""
+def replicas(given: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters of another rank, with the same values, their own memory, and no gradients."""
     return [nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in given]
 
 
@@ -45,7 +47,7 @@ def reduce(
     ]
     for pieces in zip(*packs, strict=True):
         assert all(piece.is_contiguous() for piece in pieces)
-        # Bits as they lie in memory: that is what a collective sees.
+        # A collective adds elements in the order in which they are stored.
         total = sum(piece.flatten() for piece in pieces)
         for piece in pieces:
             piece.view(-1).copy_(total / world if average else total)

@@ -1,6 +1,6 @@
-"""Ranks that exit in several ways, by the real exit of the interpreter. Prints the exit code of each.
+"""A program whose ranks exit in several ways, through the exit of the interpreter. It prints their exit codes.
 
-Forked here, not by the pool: its workers never exit by themselves.
+It forks the ranks itself, because the workers of the pool never exit by themselves.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def call_peers(peers: PeerRpc) -> None:
     assert values == {rank: 10 * rank for rank in range(WORLD) if rank != peers._rank}, values
 
 
-def asks_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
-    """One rank alone still calls, after its peers have finished."""
+def calls_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
+    """Call peers on rank ``last`` alone, after they have finished."""
     peers = begin(rank, store)
     if rank == last:
         time.sleep(LATE_S)
@@ -52,7 +52,7 @@ def asks_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
 
 
 def before_destruction(rank: int, store: dist.Store) -> None:
-    asks_last(2, rank, store)
+    calls_last(2, rank, store)
     PeerRpc.shutdown_all()
     dist.destroy_process_group()
 
@@ -103,15 +103,15 @@ def crash() -> None:
 
 
 def ends_late(late: int, end: Callable[[], object], rank: int, store: dist.Store) -> None:
-    """One rank exits in its own way. Rank 0 collects the ranks that have finished, and hosts the store."""
+    """Exit on rank ``late`` by ``end``. Rank 0 collects the ranks that have finished, and hosts the store."""
     begin(rank, store)
     if rank == late:
         time.sleep(LATE_S)
         end()
 
 
-def never_meant_it(rank: int, store: dist.Store) -> None:
-    """No rank has served or called, so no rank waits for the sleeping one."""
+def never_used(rank: int, store: dist.Store) -> None:
+    """Exit without any call between ranks, so that no rank waits for the sleeping one."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     PeerRpc.for_group(dist.distributed_c10d._get_default_group())
     dist.barrier()
@@ -120,19 +120,21 @@ def never_meant_it(rank: int, store: dist.Store) -> None:
 
 
 CASES: dict[str, Callable[[int, dist.Store], object]] = {
-    "last_is_0": partial(asks_last, 0),
-    "last_is_2": partial(asks_last, 2),
+    "last_is_0": partial(calls_last, 0),
+    "last_is_2": partial(calls_last, 2),
     "before_destruction": before_destruction,
     "destroyed_first": destroyed_first,
     "two_groups": two_groups,
     "one_raises": partial(ends_late, 1, crash),
     "one_is_killed": partial(ends_late, 1, lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "first_is_gone": partial(ends_late, 0, lambda: os._exit(0)),  # silently
-    "never_meant_it": never_meant_it,
+    # Rank 0 exits without any clean-up.
+    "first_is_gone": partial(ends_late, 0, lambda: os._exit(0)),
+    "never_used": never_used,
 }
 
 
-# Taking an interpreter with torch down costs half a second of computing: only where one raises and two end well.
+# The exit of an interpreter with torch takes half a second of computing. In this case one rank raises and two exit
+# normally, so it alone runs the full exit.
 TO_THE_END = ("one_raises",)
 
 
@@ -144,7 +146,8 @@ def child(name: str, rank: int, folder: str, port: int) -> None:
     else:
         store = dist.FileStore(f"{folder}/{name}", WORLD)
     if name in CASES and name not in TO_THE_END:
-        atexit.register(os._exit, 0)  # the first registered runs last
+        # The function that is registered first runs last.
+        atexit.register(os._exit, 0)
     CASES.get(name, CASES["last_is_2"])(rank, store)
 
 

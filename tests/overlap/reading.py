@@ -1,4 +1,4 @@
-"""Everything that is known to read parameters: each makes a model, and reads it."""
+"""All known ways to read parameters. Each makes a model, and reads it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.modes import Functions
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 IMAGES = torch.linspace(-1, 1, 96).view(2, 3, 4, 4)
@@ -35,7 +37,7 @@ def linear() -> nn.Module:
 
 
 def trained(model: nn.Module, *inputs: Any) -> Any:
-    """Forward and backward, through the module."""
+    """Run forward and backward through the module; return the output and the gradients."""
     out = model(*inputs)
     out = out[0] if isinstance(out, tuple) else out
     model.zero_grad()
@@ -43,8 +45,8 @@ def trained(model: nn.Module, *inputs: Any) -> Any:
     return out, [param.grad for param in model.parameters()]
 
 
-class Other(nn.Module):
-    """Reads a parameter that is not its own."""
+class ReadsSibling(nn.Module):
+    """A module that reads the parameter of a submodule that it does not call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ def encoder() -> nn.Module:
 
 
 class Raw(nn.Module):
-    """Calls a kernel that reads its argument's memory without asking for its class."""
+    """A module that calls a kernel which reads the memory of its argument and ignores the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ def scripted(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Scale(torch.autograd.Function):
-    """A Function whose kernel is one that does not ask."""
+    """A Function whose kernel ignores the class of its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -108,11 +110,12 @@ class Scale(torch.autograd.Function):
         return grad * weight, (grad * x).sum().view_as(weight)
 
 
-apply_scale = Scale.apply  # as scripts do it, before anything is patched
+# Scripts keep such a reference before any patch is applied.
+apply_scale = Scale.apply
 
 
 class Outer(torch.autograd.Function):
-    """A Function that gets no parameter, and reads one in another Function."""
+    """A Function that gets no parameter, but reads a parameter by another Function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, holder: nn.Module) -> Tensor:
@@ -139,7 +142,7 @@ READERS["bilinear"] = Kind(lambda: nn.Bilinear(6, 6, 6), lambda m: trained(m, X,
 READERS["attention"] = Kind(attention, lambda m: trained(m, SEQUENCE, SEQUENCE, SEQUENCE))
 READERS["encoder layer"] = Kind(layer, lambda m: trained(m, SEQUENCE))
 READERS["encoder"] = Kind(encoder, lambda m: trained(m, SEQUENCE))
-READERS["other's weight"] = Kind(Other, lambda m: trained(m, X))
+READERS["other's weight"] = Kind(ReadsSibling, lambda m: trained(m, X))
 READERS["tied"] = Kind(tied, lambda m: trained(m, torch.tensor([1, 5, 2])))
 READERS["lstm"] = Kind(lambda: nn.LSTM(6, 6, 2), lambda m: trained(m, SEQUENCE))
 READERS["gru, bidirectional"] = Kind(
@@ -203,11 +206,6 @@ def under_a_dispatch_mode(model: nn.Module) -> Any:
     return out, mode.seen
 
 
-class Functions(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **kwargs or {})
-
-
 def under_a_function_mode(model: nn.Module) -> Any:
     with Functions():
         return model(X)
@@ -260,7 +258,7 @@ READERS["unknown container"] = Kind(linear, lambda m: torch.stack(Bag([m.weight,
 READERS["operator"] = Kind(linear, lambda m: torch.ops.aten.mul.Tensor(m.weight, 2))
 READERS["foreach"] = Kind(linear, lambda m: torch._foreach_norm([m.weight, m.bias]))
 READERS["function"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m), X)])
-READERS["function by a name of its own"] = Kind(
+READERS["function by its own name"] = Kind(
     lambda: nn.PReLU(), lambda m: [trained(Applied(m, apply_scale), X)]
 )
 READERS["function in a function"] = Kind(lambda: nn.PReLU(), lambda m: Outer.apply(X, m))
@@ -338,9 +336,9 @@ READERS["swap_tensors"] = Kind(linear, lambda m: swapped(m.weight))
 
 
 def swapped(param: nn.Parameter) -> Tensor:
-    other = nn.Parameter(torch.zeros(6, 6))
-    torch.utils.swap_tensors(param, other)
-    return other
+    zeros = nn.Parameter(torch.zeros(6, 6))
+    torch.utils.swap_tensors(param, zeros)
+    return zeros
 
 
 def at_address(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters whose memory is stale, for tests of what may not be read before it is settled."""
+"""Parameters with stale memory, for tests that no code reads them before their values arrive."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GARBAGE = 1e4
 
 
 class Stale:
-    """Holds the true values of some parameters, as the peers would, and has garbage written where they belong."""
+    """The true values of some parameters, as peers would send them, while the parameters contain garbage."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
         self.settled = 0
         self._lock = threading.Lock()
-        # As ParamGather does.
+        # The runtime holds the nodes of pending parameters in the same way.
         self.nodes = [
             torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad
         ]
@@ -50,7 +50,7 @@ class Stale:
 
 
 def find_reason_against(param: Tensor) -> str:
-    """Return why a parameter cannot be pending now, or ""."""
+    """Return the reason why a parameter cannot be pending now, or ""."""
     reason = mark_pending([param], lambda: None)
     mark_ready([param])
     return reason
@@ -63,7 +63,7 @@ def stale(model: nn.Module) -> Stale:
 
 @contextlib.contextmanager
 def entrances() -> Iterator[None]:
-    """Install the entrances as a feature would."""
+    """Install the hooks that wait before reads, like a feature."""
     patches = PatchManager()
     for entrance in READ_HOOKS:
         patches.register_patch(
@@ -81,13 +81,13 @@ def entrances() -> Iterator[None]:
 
 
 def tensors(result: Any) -> list[Any]:
-    """Return a reader's result in a form that can be compared and sent."""
+    """Return the result of a reader in a form that can be compared and sent."""
     leaves = torch.utils._pytree.tree_leaves(result)
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
-    """Compare two results bit by bit."""
+    """Return whether two results have the same bits."""
     return len(left) == len(right) and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
         for a, b in zip(left, right, strict=True)

@@ -10,10 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent
-
-
-def group() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
+from tests.overlap.test_collectives import group
 
 
 def agree_many(times: int) -> list[str]:
@@ -21,11 +18,11 @@ def agree_many(times: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_equal_terms_agree_again_and_again(ranks, world):
+def test_equal_terms_agree_in_every_round(ranks, world):
     assert ranks(world)(agree_many, 3) == [[""] * 3] * world
 
 
-def test_groups_of_other_sizes_meet_the_same_store_without_confusion(ranks):
+def test_groups_of_different_sizes_share_a_store(ranks):
     for world in (3, 2, 3, 2):
         assert ranks(world)(agree_many, 1) == [[""]] * world
 
@@ -100,7 +97,7 @@ def test_subgroups_name_global_ranks(ranks):
 
 
 def in_other_orders() -> list[str]:
-    """Rank 0 agrees in two groups on two threads, rank 1 sequentially."""
+    """Agree in two groups, on two threads of rank 0 and sequentially on rank 1."""
     first, second = dist.new_group(), dist.new_group()
     if dist.get_rank() == 1:
         return [check_consistent(pair, "topic", {}, timeout_s=10) for pair in (second, first)]
@@ -110,5 +107,5 @@ def in_other_orders() -> list[str]:
         return [check_consistent(second, "topic", {}, timeout_s=10), waiting.result()]
 
 
-def test_a_thread_that_waits_holds_up_no_other(ranks):
+def test_a_thread_that_waits_does_not_block_another_thread(ranks):
     assert ranks(2)(in_other_orders) == [["", ""]] * 2

@@ -1,4 +1,4 @@
-"""Keys of an earlier attempt in a store that outlives it, and ranks that come late, do not confuse a round."""
+"""Rounds of agreement with keys of an earlier attempt in the store, and with ranks that come late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Group:
 
 @pytest.fixture
 def stores(monkeypatch):
-    """The store that each rank sees, by rank; by default one and the same."""
+    """Return the stores that ranks see, by rank, and the store that is the default of all ranks."""
     store = dist.HashStore()
     seen: dict[int, Any] = {}
     monkeypatch.setattr(consensus.dist, "get_backend", lambda group: "gloo")
@@ -45,14 +45,15 @@ def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(alone):
         return consensus.check_consistent(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
 
     with pytest.raises(consensus.RankMismatchError, match=f"no reply from rank {1 - alone}"):
-        agree(alone, 0.1 if alone == 0 else -4.9)  # another rank than 0 waits 5 s longer
+        # Ranks other than 0 wait 5 s longer.
+        agree(alone, 0.1 if alone == 0 else -4.9)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             assert list(pool.map(agree, (0, 1), (3, 3))) == ["", ""]
 
 
 class Delayed:
-    """A store through which one rank publishes its verdict only when another has run out of time."""
+    """A store through which a rank publishes its verdict only after a peer has timed out."""
 
     def __init__(self, store: dist.Store, until: threading.Event) -> None:
         self._store, self._until = store, until
@@ -81,7 +82,7 @@ def ended(rank: int, size: int, timeout_s: float) -> str:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_nobody_agrees_with_a_rank_that_has_run_out_of_time(stores, size):
+def test_no_rank_agrees_with_a_rank_that_has_timed_out(stores, size):
     seen, store = stores
     over = threading.Event()
     seen[0] = Delayed(store, over)
@@ -102,7 +103,7 @@ def test_nobody_agrees_with_a_rank_that_has_run_out_of_time(stores, size):
 
 
 class Overtaken:
-    """A store through which one rank sees no verdict until it has run out of time."""
+    """A store through which a rank sees no verdict until it has timed out."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -114,7 +115,7 @@ class Overtaken:
         return not keys[0].endswith("/verdict") and self._store.check(keys)
 
 
-def test_a_verdict_that_came_first_counts_for_a_rank_that_has_just_run_out_of_time(stores):
+def test_a_rank_that_has_just_timed_out_uses_a_verdict_that_came_before(stores):
     seen, store = stores
     seen[1] = Overtaken(store)
     with ThreadPoolExecutor(2) as pool:
@@ -123,7 +124,7 @@ def test_a_verdict_that_came_first_counts_for_a_rank_that_has_just_run_out_of_ti
         assert late.result() == ""
 
 
-def test_rounds_leave_no_keys_behind(stores):
+def test_rounds_leave_no_keys_in_the_store(stores):
     _, store = stores
     counts = []
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""Choosing by measurement: alike on all ranks, within a budget, kept from one run to the next."""
+"""Choices by measurement: the same on all ranks, within a budget, and kept for the next run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from ovpatch.overlap.kernels.autotuner import (
     run_in_own_thread,
 )
 from ovpatch.overlap.kernels.copy_choice import Chosen
+from tests.overlap.test_collectives import group
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}
 SLEEPS = {"first": 8e-3, "second": 5e-3, "third": 1e-3}
 
 
-# --- by one process ---
+# --- in one process ---
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_the_default_and_the_baseline_win_ties(times, default, expected):
     ("copies_ms", "gathers", "scatters"),
     [(3.8, False, True), (3.5, True, True), (4.2, False, False)],
 )
-def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(
+def test_copy_engines_gather_only_if_that_saves_more_than_their_host_time(
     copies_ms, gathers, scatters
 ):
     chosen, tuner, group = Chosen(), mock.Mock(), mock.Mock()
@@ -86,7 +87,7 @@ def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(
     assert (chosen.gathers, chosen.scatters, chosen.final) == (gathers, scatters, True)
 
 
-def test_what_is_written_is_read_by_the_next(tmp_path):
+def test_a_cache_reads_the_times_that_an_earlier_one_has_written(tmp_path):
     TuningCache(tmp_path, "f", ENVIRONMENT).write("key", {"a": 1.5, "b": 2.0})
     TuningCache(tmp_path, "f", ENVIRONMENT).write("other", {"a": 1.0})
     assert TuningCache(tmp_path, "f", ENVIRONMENT).read() == {
@@ -121,7 +122,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_ignored_said_and_written_anew(tmp_path, damage):
+def test_a_damaged_file_is_ignored_reported_and_rewritten(tmp_path, damage):
     cache = TuningCache(tmp_path, "f", ENVIRONMENT)
     cache.write("key", {"a": 1.0})
     assert not cache.problem
@@ -134,11 +135,12 @@ def test_a_damaged_file_is_ignored_said_and_written_anew(tmp_path, damage):
     assert TuningCache(tmp_path, "f", ENVIRONMENT).read() == {"key": {"a": 2.0}}
 
 
-def test_a_directory_that_cannot_be_made_or_written_to_is_left_alone(tmp_path):
+def test_a_directory_that_cannot_be_created_or_written_to_is_not_used(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "choices").mkdir()
     blocked = TuningCache(tmp_path, "f", ENVIRONMENT)
-    blocked.path.mkdir()  # also for root, whom no permission keeps from writing
+    # No permission would keep root from writing, but this folder does.
+    blocked.path.mkdir()
     for cache in (
         TuningCache(tmp_path / "file", "f", ENVIRONMENT),
         TuningCache(None, "f", ENVIRONMENT),
@@ -150,7 +152,7 @@ def test_a_directory_that_cannot_be_made_or_written_to_is_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "choices").iterdir()] == [blocked.path.name]
 
 
-def test_a_budget_counts_what_is_spent():
+def test_a_budget_counts_only_the_time_of_measurements():
     now = [100.0]
     budget = TuningBudget(10, lambda: now[0])
     assert budget.seconds_left() == 10
@@ -178,7 +180,7 @@ def test_a_budget_counts_threads_that_measure_at_the_same_time():
     assert budget.seconds_left() == 10 - 3 - 2
 
 
-def test_who_is_interrupted_waits_for_what_is_under_way():
+def test_an_interrupted_caller_waits_for_the_measurement_in_flight():
     main, ended = threading.get_ident(), []
 
     def work() -> None:
@@ -191,11 +193,11 @@ def test_who_is_interrupted_waits_for_what_is_under_way():
     assert ended
 
 
-# --- by several ranks ---
+# --- on several ranks ---
 
 
 class Sleepers:
-    """Candidates that sleep, and what was seen while they did."""
+    """Candidates that sleep, and the thread and the modes in which they were called."""
 
     def __init__(self, sleeps: dict[str, float], default: str = "first") -> None:
         self.sleeps, self.default, self.made, self.calls = sleeps, default, 0, 0
@@ -233,16 +235,12 @@ class Sleepers:
         time.sleep(seconds)
 
 
-def group() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
-
-
 def make_tuner(directory: Path | None = None, budget: TuningBudget | None = None) -> Autotuner:
     return Autotuner(CPU, "f", directory, budget or TuningBudget(30))
 
 
 def measuring() -> dict[str, Any]:
-    """Ranks find other candidates fast: the slowest rank's times count, on all of them."""
+    """Tune candidates whose speed differs by rank. The times of the slowest rank decide on all ranks."""
     rank = dist.get_rank()
     candidates = Sleepers({"first": 6e-3, "second": 1e-3 if rank else 9e-3, "third": 2e-3})
     state = torch.get_rng_state()
@@ -251,32 +249,32 @@ def measuring() -> dict[str, Any]:
         chosen = tuner.tune(group(), candidates.tuning())
         calls = candidates.calls
         again = tuner.tune(group(), candidates.tuning())
-    other = tuner.tune(group(), Sleepers({"first": 1e-3, "second": 1e-3}).tuning("another"))
+    second = tuner.tune(group(), Sleepers({"first": 1e-3, "second": 1e-3}).tuning("another"))
     return {
         "chosen": chosen,
         "again": again is chosen and candidates.calls == calls,
-        "other": other.candidate,
+        "second key": second.candidate,
         "seen": candidates.seen,
         "rng": torch.equal(state, torch.get_rng_state()),
-        "said": [line for line in report_lines("f") if line.startswith("key: ")][-1],
+        "line": [line for line in report_lines("f") if line.startswith("key: ")][-1],
     }
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_choose_alike_by_the_slowest(ranks, world):
+def test_ranks_make_the_same_choice_by_the_slowest_rank(ranks, world):
     results = ranks(world)(measuring)
     for result in results:
         assert result["chosen"] == results[0]["chosen"]
         assert result["chosen"].candidate == "third"
         assert result["chosen"].times["second"] > 8
         assert result["again"]
-        assert result["other"] == results[0]["other"]
+        assert result["second key"] == results[0]["second key"]
         assert result["seen"] == {(False, False, False, 0)}, (
-            "in a thread of its own, without the caller's modes"
+            "on its own thread, without the modes of the caller"
         )
         assert result["rng"]
-        assert result["said"].startswith("key: third (first ")
-        assert result["said"].endswith("; measured)")
+        assert result["line"].startswith("key: third (first ")
+        assert result["line"].endswith("; measured)")
 
 
 def kept(
@@ -301,7 +299,7 @@ def kept(
     )
 
 
-def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
+def test_the_next_run_reads_the_times_that_a_run_has_written(ranks, tmp_path):
     for arm, why, calls, _, names in ranks(2)(kept, tmp_path, False):
         assert (arm, why, names) == ("third", "measured", ["choices"]), (
             "the first rank alone writes"
@@ -312,7 +310,7 @@ def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
             "the first rank alone reads"
         )
     for _, why, _, _, _ in ranks(2)(kept, tmp_path, False, SLEEPS | {"fourth": 1e-3}):
-        assert why == "measured", "other candidates are another question"
+        assert why == "measured", "the file has no times for other candidates"
     first, second = ranks(2)(kept, tmp_path, True)
     assert first[1] == second[1] == "measured"
     assert str(tmp_path) in first[3][-1]
@@ -321,7 +319,7 @@ def test_the_next_run_reads_what_one_has_written(ranks, tmp_path):
 
 
 def spending() -> list[tuple[str, str, int]]:
-    """The last rank's clock runs away while the second race is measured."""
+    """Tune three keys. On the last rank, the second measurement exceeds the budget."""
     now, last = [0.0], dist.get_rank() == dist.get_world_size() - 1
     tuner = make_tuner(budget=TuningBudget(10, lambda: now[0]))
     candidates = Sleepers(SLEEPS, default="second")
@@ -333,7 +331,7 @@ def spending() -> list[tuple[str, str, int]]:
     return found
 
 
-def test_once_the_budget_is_spent_the_default_is_taken(ranks):
+def test_once_the_budget_is_spent_the_default_is_chosen(ranks):
     for cheap, dear, late in ranks(2)(spending):
         assert cheap == ("third", "measured", 1)
         assert dear == ("second", "not measured, since measuring has taken its 10 s", 2)
@@ -355,7 +353,7 @@ class InBackward(torch.autograd.Function):
 
 
 def unmade(generator: torch.Generator) -> Any:
-    raise RuntimeError("no such thing (here)\nand more")
+    raise RuntimeError("no such kernel (here)\nand more")
 
 
 def not_measured() -> dict[str, Any]:
@@ -363,19 +361,20 @@ def not_measured() -> dict[str, Any]:
     tuner = make_tuner()
     found: dict[str, Any] = {}
 
-    def ask(name: str, **changes: Any) -> None:
+    def choose(name: str, **changes: Any) -> None:
         chosen = tuner.tune(group(), candidates.tuning(**changes))
         found[name] = chosen.candidate, chosen.final, candidates.calls
 
-    if dist.get_rank() == 0:  # alone
+    # These choices must not need peers.
+    if dist.get_rank() == 0:
         InBackward.apply(
-            torch.ones(1, requires_grad=True), lambda: ask("in a backward")
+            torch.ones(1, requires_grad=True), lambda: choose("in a backward")
         ).sum().backward()
         with mock.patch("torch.compiler.is_compiling", return_value=True):
-            ask("traced")
+            choose("traced")
     torch.use_deterministic_algorithms(True)
     try:
-        ask("deterministic")
+        choose("deterministic")
     finally:
         torch.use_deterministic_algorithms(False)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -383,26 +382,26 @@ def not_measured() -> dict[str, Any]:
     memory = autotuner_module._count_free_bytes
     autotuner_module._count_free_bytes = lambda device: 100.0 * (1 - dist.get_rank())
     try:
-        ask("without memory", key="big", needs=80)
+        choose("without memory", key="big", needs=80)
     finally:
         autotuner_module._count_free_bytes = memory
     before = len(report_lines("f"))
-    ask("failing to make", key="failing", make=unmade if dist.get_rank() else candidates.make)
-    found["said"] = [line.partition(" (")[2] for line in report_lines("f")[before:]]
-    ask("with one that is usable", key="one", usable=lambda name: name == "first")
-    ask("with two that are usable", key="two", usable=lambda name: name != "third")
+    choose("failing to make", key="failing", make=unmade if dist.get_rank() else candidates.make)
+    found["lines"] = [line.partition(" (")[2] for line in report_lines("f")[before:]]
+    choose("with one that is usable", key="one", usable=lambda name: name == "first")
+    choose("with two that are usable", key="two", usable=lambda name: name != "third")
     found["of them"] = tuner.tune(
         group(), candidates.tuning("two", usable=lambda name: name != "third")
     ).times
-    found["others"] = tuner.tune(
+    found["different candidates"] = tuner.tune(
         group(), Sleepers({"first": 1e-3, "another": 0.0}).tuning("two")
     ).candidate
-    ask("at last")
+    choose("at last")
     found["same"] = get_autotuner(group(), CPU, "f", None) is get_autotuner(group(), CPU, "f", None)
     return found
 
 
-def test_where_nothing_is_measured(ranks):
+def test_choices_without_a_measurement(ranks):
     for rank, found in enumerate(ranks(2)(not_measured)):
         if rank == 0:
             assert found["in a backward"] == found["traced"] == ("second", False, 0)
@@ -411,11 +410,11 @@ def test_where_nothing_is_measured(ranks):
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
         assert found["failing to make"] == ("second", True, 0), "for want of candidates on one rank"
         where = "not measured, since a rank could not create the candidates; its report gives the reason)"
-        assert found["said"] == (["here) and more", where] if rank else [where])
+        assert found["lines"] == (["here) and more", where] if rank else [where])
         assert found["with one that is usable"] == ("first", True, 0)
         assert found["with two that are usable"][0] == "second"
         assert list(found["of them"]) == ["first", "second"]
-        assert found["others"] == "another", "the same question of other candidates is another one"
+        assert found["different candidates"] == "another", "a choice depends on its candidates"
         arm, final, calls = found["at last"]
         assert (arm, final) == ("third", True)
         assert calls > 0
@@ -435,7 +434,7 @@ def differing() -> list[str]:
 
 
 def failing() -> dict[str, Any]:
-    """Arms that raise in their first call: one on all ranks, the baseline, and one on this rank alone."""
+    """Tune candidates that raise in their first call: one on all ranks, the baseline, and one on rank 0 alone."""
     candidates, found = Sleepers(SLEEPS), {}
 
     def fail(at: float) -> Any:
@@ -459,7 +458,7 @@ def failing() -> dict[str, Any]:
     return found
 
 
-def test_ranks_that_ask_for_something_else_are_named(ranks):
+def test_ranks_that_tune_different_keys_or_candidates_are_named(ranks):
     for keys, candidates in ranks(2)(differing):
         assert 'what is computed is "rows 0" on rank 0 but "rows 1" on rank 1' in keys
         assert keys.endswith("that needs no measurement.")
@@ -470,6 +469,6 @@ def test_an_arm_that_fails_on_all_ranks_is_left_out(ranks):
     first, second = ranks(2)(failing)
     assert first.pop("alone") == "list index out of range"
     assert first == second
-    arm, times, said = first["left out"]
+    arm, times, line = first["left out"]
     assert (arm, times) == ("second", ["first", "second"])
-    assert said == "third was left out for third fails: IndexError: list index out of range"
+    assert line == "third was left out for third fails: IndexError: list index out of range"

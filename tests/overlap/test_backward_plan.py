@@ -44,7 +44,7 @@ def test_a_warm_step_finds_its_plan_in_a_cache():
 
 
 def overlaps(facts: PlanFacts, plan: BackwardPlan) -> bool:
-    """Buckets of a backward start early unless ranks may reduce different parameters in it."""
+    """Return whether buckets start early, which they do unless ranks may reduce different parameters."""
     if plan.kind is BackwardKind.STATIC_FIRST or not facts.should_overlap:
         return False
     return plan.kind is not BackwardKind.SEARCHED or facts.has_reduced

@@ -1,4 +1,4 @@
-"""Buckets: what goes in and what comes out. No process group: the sums are done by hand."""
+"""Buckets: the tensors that they pack and unpack. The tests sum by hand, without a process group."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
-from tests.overlap.gradients import ALONE, FLAT, address, alike, backward, finish, params, reduce
+from tests.overlap.gradients import ALONE, FLAT, address, backward, finish, params, reduce, replicas
 
 SHAPES = ((3, 4), (5,), (20, 30), (), (0, 2), (1, 7, 1))
-MIXED = 12  # as flat_below: (5,), (), (0, 2) and (1, 7, 1) go through the flat tensor
+# A value of flat_below with which (5,), (), (0, 2) and (1, 7, 1) use the flat tensor.
+MIXED = 12
 WAYS = [ALONE, MIXED, FLAT]
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -24,16 +25,16 @@ def test_pack_divides_exactly_as_a_plain_multiplication(dtype, flat_below):
     pieces = GradBucket(range(6), given, flat_below=flat_below).pack(3)
     small = [g for g in expected if g.numel() < max(flat_below, 1)]
     large = [g for g in expected if g.numel() >= max(flat_below, 1)]
-    whole = [torch.cat([g.flatten() for g in small])] if any(g.numel() for g in small) else []
-    wanted = [(g * (1.0 / 3)).flatten() for g in whole + large]
+    flat = [torch.cat([g.flatten() for g in small])] if any(g.numel() for g in small) else []
+    wanted = [(g * (1.0 / 3)).flatten() for g in flat + large]
     assert len(pieces) == len(wanted)
     assert all(torch.equal(piece.flatten(), w) for piece, w in zip(pieces, wanted, strict=True))
 
 
-def test_every_rank_packs_the_same_sizes_whatever_its_gradients_are_like():
-    """One rank's gradients are all reduced in place, the others' need tensors of their own, or are missing."""
+def test_ranks_with_different_kinds_of_gradients_pack_the_same_sizes():
+    """Check three ranks: one reduces all gradients in place, one needs copies, and one has no gradients."""
     ranks = [params(*SHAPES)]
-    ranks += [alike(ranks[0]), alike(ranks[0])]
+    ranks += [replicas(ranks[0]), replicas(ranks[0])]
     values = [backward(ranks[0]), backward(ranks[1])]
     held = [p.grad.detach() for p in ranks[1]]
     buckets = [GradBucket(range(6), given, flat_below=MIXED) for given in ranks]
@@ -68,7 +69,7 @@ def test_a_bucket_of_empty_parameters_has_nothing_to_reduce():
 
 
 @pytest.mark.parametrize("flat_below", WAYS)
-def test_nbytes_is_what_the_collective_gets(flat_below):
+def test_nbytes_is_the_size_of_the_tensors_for_the_collective(flat_below):
     given = params(*SHAPES)
     for dtype in (None, torch.float64):
         bucket = GradBucket(range(6), given, dtype=dtype, flat_below=flat_below)
@@ -80,8 +81,8 @@ def test_nbytes_is_what_the_collective_gets(flat_below):
 
 
 @pytest.mark.parametrize("flat_below", WAYS)
-def test_strides_follow_the_parameter_where_the_gradient_is_new(flat_below):
-    """Under stock a rank that lacked a gradient gets one laid out like the parameter, if that is dense."""
+def test_a_new_gradient_has_the_strides_of_its_parameter(flat_below):
+    """Check a rank without a gradient. As in stock PyTorch, it gets the layout of the parameter, if that is dense."""
     conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     gapped, turned = nn.Parameter(torch.randn(4, 10)[:, ::2]), nn.Parameter(torch.randn(5, 7).t())
     mine = [conv.weight, gapped, turned]
@@ -98,7 +99,7 @@ def test_strides_follow_the_parameter_where_the_gradient_is_new(flat_below):
 
 @pytest.mark.parametrize("flat_below", [ALONE, FLAT])
 def test_a_gradient_with_another_layout_than_its_parameter_is_matched_by_position(flat_below):
-    """The collective adds memory to memory: a rank whose gradient lies transposed must not add it as it lies."""
+    """Check that a transposed gradient is not added in the order of its memory, as a collective would do."""
     mine, theirs = params((4, 6)), params((4, 6))
     values = [backward(mine)[0], backward(theirs)[0]]
     mine[0].grad = values[0].t().contiguous().t()
@@ -110,14 +111,15 @@ def test_a_gradient_with_another_layout_than_its_parameter_is_matched_by_positio
 
 
 @pytest.mark.parametrize("flat_below", [ALONE, FLAT])
-def test_memory_made_under_inference_mode_is_good_for_training(flat_below):
+def test_gradients_made_in_inference_mode_can_be_used_for_training(flat_below):
     mine, theirs = params((3,)), params((3,))
     backward(mine)
     with torch.inference_mode():
         reduce([GradBucket([0], given, flat_below=flat_below) for given in (mine, theirs)])
     assert not mine[0].grad.is_inference()
     assert not theirs[0].grad.is_inference()
-    (theirs[0] * 2).sum().backward()  # adds to it in place
+    # This adds to the gradient in place.
+    (theirs[0] * 2).sum().backward()
 
 
 def test_a_sparse_gradient_among_dense_ones_names_the_remedy():
@@ -132,7 +134,7 @@ def test_a_sparse_gradient_among_dense_ones_names_the_remedy():
             bucket.pack(2)
 
 
-def test_the_flat_tensor_is_used_again_and_tensors_of_their_own_are_not_kept():
+def test_the_flat_tensor_is_kept_for_the_next_step_and_other_tensors_are_not():
     given = params((3, 4), (10, 8))
     bucket = GradBucket([0, 1], given, flat_below=50)
     seen = set()

@@ -1,4 +1,4 @@
-"""Which gradients are reduced in their own memory: those that nobody else can see changing."""
+"""Gradients are reduced in their own memory if no other code can see them change."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ SHAPE = (30, 40)
 
 
 def in_place(param: nn.Parameter, **pack) -> bool:
-    """Tell whether the gradient is reduced where it is; check what comes out either way."""
+    """Return whether the gradient is reduced in its own memory; check the result in both cases."""
     grad, before = param.grad, param.grad.clone()
     bucket = GradBucket([0], [param], flat_below=ALONE)
     (piece,) = bucket.pack(2, **pack)
     result = address(piece) == address(grad)
     if not result:
         assert torch.equal(grad, before)
-    piece.mul_(2)  # the other rank has the same
+    # A second rank with the same gradient would add as much.
+    piece.mul_(2)
     finish(bucket)
     assert param.grad is grad
     assert torch.equal(grad, before)
     return result
 
 
-def test_what_autograd_made_is_reduced_in_place_again_and_again():
+def test_gradients_of_autograd_are_reduced_in_place_in_every_step():
     (param,) = params(SHAPE)
     for _ in range(3):
         backward([param])
@@ -38,7 +39,7 @@ def test_what_autograd_made_is_reduced_in_place_again_and_again():
 
 
 def test_a_second_reference_to_the_same_tensor_object_does_not_matter():
-    """It sees the average after the step, as under stock, which copies it there."""
+    """Check that the reference shows the average afterwards, as in stock PyTorch, which copies the average there."""
     (param,) = params(SHAPE)
     backward([param])
     held = param.grad
@@ -56,7 +57,7 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("how", ALIASES)
-def test_memory_that_somebody_else_looks_at_is_left_alone_until_the_end(how):
+def test_memory_that_other_code_can_read_is_not_changed_before_the_end(how):
     (param,) = params(SHAPE)
     backward([param])
     alias = ALIASES[how](param.grad)
@@ -77,11 +78,11 @@ ODD = {
 
 
 class Tagged(torch.Tensor):
-    """A tensor whose operations may mean something else."""
+    """A tensor class whose operations may differ from those of torch."""
 
 
 @pytest.mark.parametrize("how", ODD)
-def test_gradients_that_are_no_plain_memory_go_through_a_tensor_of_their_own(how):
+def test_gradients_that_are_not_plain_memory_are_reduced_in_a_copy(how):
     (param,) = params(SHAPE, dtype=torch.complex64 if how == "conjugated" else torch.float32)
     odd = ODD[how](torch.randn(SHAPE))
     param.grad = odd
@@ -91,7 +92,8 @@ def test_gradients_that_are_no_plain_memory_go_through_a_tensor_of_their_own(how
     assert address(piece) != address(odd)
     assert torch.equal(piece.view(SHAPE), before * 0.5)
     assert torch.equal(odd, before)
-    if how != "expanded":  # nobody can write into that
+    # No code can write into an expanded tensor.
+    if how != "expanded":
         piece.mul_(4)
         finish(bucket)
         assert param.grad is odd
@@ -118,13 +120,13 @@ def test_a_gradient_dropped_while_it_is_reduced_comes_back(flat_below):
         piece.zero_()
     finish(bucket)
     assert all(torch.equal(h, 2 * e) for h, e in zip(held, expected, strict=True)), (
-        "it belongs to the user now"
+        "the tensor belongs to the user now"
     )
 
 
 @pytest.mark.parametrize("flat_below", [ALONE, 50, 1 << 60])
 @pytest.mark.parametrize("divisor", [1, 4])
-def test_parameters_that_nobody_used_keep_what_they_had(flat_below, divisor):
+def test_parameters_that_no_rank_used_keep_their_gradients(flat_below, divisor):
     given = params((3, 4), (10, 8), (6,), (9, 9))
     bucket = GradBucket([7, 8, 9, 10], given, flat_below=flat_below)
     backward(given)

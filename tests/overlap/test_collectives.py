@@ -1,4 +1,4 @@
-"""Collectives, as features issue them."""
+"""Collectives as features issue them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def group() -> dist.ProcessGroup:
 
 
 def for_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
-    """Call a function with each of some arguments: a call of the ranks for each costs more than what it tests."""
+    """Call a function with several arguments in one job, because a job costs more than a call."""
     return [function(*call) for call in calls]
 
 
 def tensors(rank: int, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    # Small integers: their sums are exact in every dtype, whatever the order.
+    # Sums of small integers are exact in every dtype and in any order.
     real = [
         torch.randint(-8, 8, (2, *size), generator=generator).to(torch.float64) for size in sizes
     ]
@@ -82,20 +82,20 @@ def waited_for_twice() -> list[torch.Tensor]:
     return given
 
 
-def test_a_second_wait_leaves_what_was_written_since(ranks):
+def test_a_second_wait_does_not_overwrite_later_writes(ranks):
     for first, second in ranks(2)(waited_for_twice):
         assert torch.equal(first, torch.full((3,), 7.0))
         assert torch.equal(second, torch.full((2,), 2.0))
 
 
 class Recorder:
-    """A process group that remembers which of its methods were asked for."""
+    """A process group that records the names of its methods that are used."""
 
     def __init__(self) -> None:
-        self.asked_for: set[str] = set()
+        self.used_names: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        self.asked_for.add(name)
+        self.used_names.add(name)
         return getattr(group(), name)
 
 
@@ -109,7 +109,7 @@ def launched() -> set[str]:
     ]
     for work in works:
         work.wait()
-    return recorder.asked_for - {"rank", "size", "_get_backend"}
+    return recorder.used_names - {"rank", "size", "_get_backend"}
 
 
 def test_gloo_launches_nothing_with_a_long_name(ranks):
@@ -118,7 +118,7 @@ def test_gloo_launches_nothing_with_a_long_name(ranks):
 
 
 class Nccl:
-    """Stands for a group whose backend computes on the current stream what is asked for so, and returns no work."""
+    """A fake group whose backend runs synchronous calls on the current stream, and then returns no work."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -152,30 +152,30 @@ class Nccl:
         return self if options.asyncOp else None
 
 
-def test_what_is_waited_for_at_once_runs_on_the_current_stream():
+def test_synchronous_calls_run_on_the_current_stream():
     group: Any = Nccl()
     gather, scatter = AllGather(group, CPU), ReduceScatter(group, CPU, average=True)
-    part, whole, sums = torch.arange(2.0), torch.empty(4), torch.empty(2)
-    gather.run(whole, part)
-    scatter.run(sums, whole)
+    part, output, sums = torch.arange(2.0), torch.empty(4), torch.empty(2)
+    gather.run(output, part)
+    scatter.run(sums, output)
     assert not group.waited
-    assert whole.tolist() == [0, 1, 0, 1]
+    assert output.tolist() == [0, 1, 0, 1]
     assert sums.tolist() == [0, 1]
-    for work in (*gather([whole], [part]), *scatter([sums], [whole])):
+    for work in (*gather([output], [part]), *scatter([sums], [output])):
         work.wait()
-    assert len(group.waited) == 2, "others have a work"
+    assert len(group.waited) == 2, "asynchronous calls have a work"
 
 
 def blocking() -> list[torch.Tensor]:
-    part, whole = torch.full((3,), 1.0 + dist.get_rank()), torch.empty(6)
-    AllGather(group(), CPU).run(whole, part)
+    part, output = torch.full((3,), 1.0 + dist.get_rank()), torch.empty(6)
+    AllGather(group(), CPU).run(output, part)
     sums = torch.empty(3)
-    ReduceScatter(group(), CPU).run(sums, whole.clone())
-    return [whole, sums]
+    ReduceScatter(group(), CPU).run(sums, output.clone())
+    return [output, sums]
 
 
-def test_gloo_is_waited_for(ranks):
-    whole = torch.tensor([1.0, 1, 1, 2, 2, 2])
+def test_synchronous_calls_wait_for_gloo(ranks):
+    gathered = torch.tensor([1.0, 1, 1, 2, 2, 2])
     for rank, found in enumerate(ranks(2)(blocking)):
-        assert torch.equal(found[0], whole)
+        assert torch.equal(found[0], gathered)
         assert torch.equal(found[1], torch.full((3,), 2.0 + 2 * rank))

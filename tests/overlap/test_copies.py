@@ -1,4 +1,4 @@
-"""Gathers and reduce-scatters by copies between ranks: what lands where, however it is cut."""
+"""Gathers and reduce-scatters by copies between ranks: the right values at the right places, in any rounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.support.interpreter import interpreted
 
 CPU = torch.device("cpu")
 SIZES = ([4], [0, 5, 1, 300], [1000, 3, 700], [33])
-SLOT = 3 * 512  # bytes: small, so that there are many rounds
+# In bytes. The slot is small, so copies need many rounds.
+SLOT = 3 * 512
 
 
 def drawn(rank: int, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -40,29 +41,36 @@ def drawn(rank: int, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
 
 
 def moved(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Gather and scatter by turns over one engine, all sizes twice."""
+    """Gather and scatter alternately over one engine, all sizes twice."""
     group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     engine = Engine(group, CPU, allocate=windows.allocate, slot_bytes=SLOT)
     results = []
     for sizes in SIZES * 2:
-        wholes = [torch.full((size * world,), torch.nan).to(dtype) for size in sizes]
-        inside = [whole.chunk(world)[rank] if len(whole) else whole for whole in wholes]
-        beside = drawn(rank, sizes, dtype)
-        for part, value in zip(inside, beside, strict=True):
+        gathered = [torch.full((size * world,), torch.nan).to(dtype) for size in sizes]
+        inside = [output.chunk(world)[rank] if len(output) else output for output in gathered]
+        separate = drawn(rank, sizes, dtype)
+        for part, value in zip(inside, separate, strict=True):
             part.copy_(value)
-        apart = [torch.empty_like(whole) for whole in wholes]
+        gathered_from_separate = [torch.empty_like(output) for output in gathered]
         given = drawn(rank, [size * world for size in sizes], dtype)
         sums, means = ([torch.empty(size, dtype=dtype) for size in sizes] for _ in range(2))
         wides = [
             torch.empty(size, dtype=torch.promote_types(dtype, torch.float32)) for size in sizes
         ]
-        works = [*engine.gather(wholes, inside), *engine.scatter(sums, given, average=False)]
+        works = [*engine.gather(gathered, inside), *engine.scatter(sums, given, average=False)]
         works += [*engine.scatter(wides, given, average=False)]
-        works += [*engine.scatter(means, given, average=True), *engine.gather(apart, beside)]
+        works += [*engine.scatter(means, given, average=True)]
+        works += [*engine.gather(gathered_from_separate, separate)]
         for work in works:
             work.wait()
         results.append(
-            {"wholes": wholes, "apart": apart, "sums": sums, "wides": wides, "means": means}
+            {
+                "gathered": gathered,
+                "gathered from separate": gathered_from_separate,
+                "sums": sums,
+                "wides": wides,
+                "means": means,
+            }
         )
     return results
 
@@ -77,19 +85,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "dtype"), [*CASES, (2, torch.bfloat16), (3, torch.bfloat16)])
-def test_everybody_gets_all_parts_and_its_sums(ranks, world, dtype):
+def test_each_rank_gets_all_parts_and_its_sums(ranks, world, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     for rank, results in enumerate(ranks(world)(moved, dtype)):
         for sizes, result in zip(SIZES * 2, results, strict=True):
             parts = [drawn(r, sizes, dtype) for r in range(world)]
             given = [drawn(r, [size * world for size in sizes], dtype) for r in range(world)]
             for i in range(len(sizes)):
-                whole = torch.cat([part[i] for part in parts])
-                assert torch.equal(result["wholes"][i], whole)
-                assert torch.equal(result["apart"][i], whole)
+                expected = torch.cat([part[i] for part in parts])
+                assert torch.equal(result["gathered"][i], expected)
+                assert torch.equal(result["gathered from separate"][i], expected)
                 if not sizes[i]:
                     continue
-                terms = [one[i].chunk(world)[rank].to(wide) for one in given]
+                terms = [tensors[i].chunk(world)[rank].to(wide) for tensors in given]
                 total = functools.reduce(torch.add, terms)
                 assert torch.equal(result["sums"][i], total.to(dtype))
                 assert torch.equal(result["wides"][i], total)
@@ -100,11 +108,11 @@ def unfit() -> list[str]:
     engine = Engine(
         dist.new_group([0], use_local_synchronization=True), CPU, allocate=windows.allocate
     )
-    whole, refused = torch.zeros(2, 3), []
+    matrix, refused = torch.zeros(2, 3), []
     for outputs, inputs in (
-        ([whole], [whole.t()]),
-        ([whole.t()], [whole]),
-        ([whole], [torch.zeros(5)]),
+        ([matrix], [matrix.t()]),
+        ([matrix.t()], [matrix]),
+        ([matrix], [torch.zeros(5)]),
     ):
         for call in (engine.gather, functools.partial(engine.scatter, average=False)):
             with pytest.raises(
@@ -115,7 +123,7 @@ def unfit() -> list[str]:
     return refused
 
 
-def test_what_does_not_lie_as_addresses_say_is_refused(ranks):
+def test_tensors_with_gaps_or_wrong_sizes_are_refused(ranks):
     assert list(map(len, ranks(1)(unfit))) == [6]
 
 
@@ -125,9 +133,9 @@ def instead_of_the_backend() -> dict[str, Any]:
     chosen = selection.get_choice(group, CPU)
     chosen.engine = Engine(group, CPU, allocate=windows.allocate, slot_bytes=SLOT)
     chosen.gathers = chosen.scatters = True
-    whole, part = torch.zeros(6), torch.empty(3, dtype=torch.complex64)
-    whole.chunk(2)[rank].fill_(rank + 1)
-    for work in AllGather(group, CPU)([whole], [whole.chunk(2)[rank]]):
+    gathered, part = torch.zeros(6), torch.empty(3, dtype=torch.complex64)
+    gathered.chunk(2)[rank].fill_(rank + 1)
+    for work in AllGather(group, CPU)([gathered], [gathered.chunk(2)[rank]]):
         work.wait()
     for work in ReduceScatter(group, CPU)(
         [part], [torch.full((6,), 1j * (rank + 1), dtype=torch.complex64)]
@@ -139,21 +147,26 @@ def instead_of_the_backend() -> dict[str, Any]:
         work.wait()
     selection.forget()
     after = selection.find_gatherer(group, CPU), selection.find_scatterer(group, CPU)
-    return {"whole": whole, "part": part, "integers": integers.tolist(), "none": [*before, *after]}
+    return {
+        "gathered": gathered,
+        "part": part,
+        "integers": integers.tolist(),
+        "none": [*before, *after],
+    }
 
 
-def test_collectives_take_what_was_chosen_for_their_group(ranks):
+def test_collectives_use_the_engine_that_was_chosen_for_their_group(ranks):
     for rank, result in enumerate(ranks(2)(instead_of_the_backend)):
-        assert result["whole"].tolist() == [1.0] * 3 + [2.0] * 3
+        assert result["gathered"].tolist() == [1.0] * 3 + [2.0] * 3
         assert result["part"].tolist() == [3j] * 3
         assert result["integers"] == [2 * (rank + 1)], (
-            "the backend's sums, of what copies do not add"
+            "the backend sums integers, which copies cannot add"
         )
         assert result["none"] == [None] * 4
 
 
 class Recorded:
-    """A process group that notes what it is given, and an engine that notes what runs behind its copies."""
+    """A process group that records its all-reduces, and an engine that records the end of its copies."""
 
     def __init__(self) -> None:
         self.number, self.calls = torch.zeros(1), []
@@ -173,7 +186,7 @@ class Recorded:
 @pytest.mark.parametrize(
     "what", [{"gathers": True}, {"scatters": True}, {"gathers": True, "scatters": True}, {}]
 )
-def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch, what):
+def test_copies_are_followed_by_one_collective_that_the_backend_watches(monkeypatch, what):
     both: Any = Recorded()
     attend(both, CPU)
     assert both.calls == [], "nothing is copied"
@@ -184,7 +197,7 @@ def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch
 
 
 def choices() -> list[Any]:
-    """Choose where nothing can be copied, where memory cannot be shared or used, and where all is well."""
+    """Choose without devices that copy, without shared or usable memory, with copies off, and with working copies."""
     group, found = dist.group.WORLD, []
 
     def refused(size: int, group: Any, device: torch.device) -> Any:
@@ -219,7 +232,7 @@ def choices() -> list[Any]:
     return found
 
 
-def test_all_ranks_choose_alike_and_say_why_not(ranks):
+def test_all_ranks_make_the_same_choice_and_report_the_reason_against_copies(ranks):
     first, second = ranks(2)(choices)
     assert first == second
     automatic, unable, refused, deaf, off, on = first
@@ -239,7 +252,7 @@ def at_address(address: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Known:
-    """Compiled kernels as there are on GPUs, which take addresses; they note which launches there were."""
+    """A fake cache of compiled kernels, which take addresses as on GPUs. It records the launches."""
 
     def __init__(self) -> None:
         self.keys: list[Any] = []
@@ -303,11 +316,11 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         )
         sum_kernel.launch_sum(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
         collectives.add_slots(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
-        found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
+        found += [(out.memory, wanted.memory) for out, wanted in zip(ours, expected, strict=True)]
     if known:
         together = [key for key in sum_kernel._compiled.keys if not key[-1]]
         assert len(together) < len(sum_kernel._compiled.keys) < len(found), (
-            "some go together, some by themselves"
+            "some spans share a launch, and some have their own"
         )
     return found
 
@@ -324,7 +337,7 @@ def test_the_kernel_adds_in_order():
 
 
 class Group:
-    """What is asked of a process group at its end."""
+    """A fake process group with the one attribute that is read when a group ends."""
 
     _device_types = ()
 
@@ -333,29 +346,29 @@ class Lasting:
     """An engine whose copies may not end."""
 
     def __init__(self, ends: bool) -> None:
-        self.ends, self.asked = ends, 0
+        self.ends, self.drains = ends, 0
 
     def drain(self, timeout_s: float) -> bool:
-        self.asked += 1
+        self.drains += 1
         assert timeout_s == dist.default_pg_timeout.total_seconds()
         return self.ends
 
 
 def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, caplog):
     monkeypatch.setattr(selection, "_stuck", [])
-    one, other = Group(), Group()
+    stuck, finished = Group(), Group()
     engines = Lasting(False), Lasting(True)
-    for group, engine in zip((one, other), engines, strict=True):
+    for group, engine in zip((stuck, finished), engines, strict=True):
         selection.get_choice(group, CPU).engine = engine
         selection.get_choice(group, CPU).gathers = True
-    selection.forget(one)
+    selection.forget(stuck)
     assert "A peer may have died" in caplog.text
     assert selection._stuck == [engines[0]]
-    assert selection.find_gatherer(one, CPU) is None
-    assert selection.find_gatherer(other, CPU) is engines[1]
-    assert engines[1].asked == 0
+    assert selection.find_gatherer(stuck, CPU) is None
+    assert selection.find_gatherer(finished, CPU) is engines[1]
+    assert engines[1].drains == 0
     selection.forget()
-    assert (selection.find_gatherer(other, CPU), engines[1].asked, selection._stuck) == (
+    assert (selection.find_gatherer(finished, CPU), engines[1].drains, selection._stuck) == (
         None,
         1,
         [engines[0]],
@@ -378,14 +391,14 @@ def test_a_rank_that_leaves_waits_for_its_copies_unless_it_fails(error):
     process = multiprocessing.get_context("fork").Process(target=ends, args=(there, error))
     process.start()
     there.close()
-    told = [here.recv()]
-    told += [here.recv()] if told == ["drained"] else []
+    received = [here.recv()]
+    received += [here.recv()] if received == ["drained"] else []
     process.join()
-    assert told == (["end"] if error else ["drained", "end"])
+    assert received == (["end"] if error else ["drained", "end"])
 
 
 class Stepping(torch.autograd.Function):
-    """Chooses in backward, as an optimizer that steps there."""
+    """A function that chooses in its backward, like an optimizer that steps there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -398,35 +411,35 @@ class Stepping(torch.autograd.Function):
 
 
 def in_backward() -> tuple[int, bool]:
-    asked: list[Any] = []
+    calls: list[Any] = []
     before = memory.unsupported_reason, torch.cuda.is_current_stream_capturing
     memory.unsupported_reason, torch.cuda.is_current_stream_capturing = (
-        lambda *_: asked.append(1) or "no",
+        lambda *_: calls.append(1) or "no",
         lambda: False,
     )
     try:
         Stepping.apply(torch.ones(1, requires_grad=True)).backward()
-        within = len(asked)
+        within = len(calls)
         choose(dist.group.WORLD, torch.device("cuda", 0), "auto", feature="test", directory=None)
     finally:
         memory.unsupported_reason, torch.cuda.is_current_stream_capturing = before
         selection.forget()
         autotuner._report_lines.pop("test", None)
-    return within, len(asked) == 1
+    return within, len(calls) == 1
 
 
-def test_ranks_do_not_ask_each_other_in_every_backward(ranks):
+def test_a_choice_in_a_backward_makes_no_call_to_peers(ranks):
     assert ranks(2)(in_backward) == [(0, True)] * 2
 
 
 def busy_with(ranks_: set[int]) -> str:
-    """Ask whether the GPU becomes idle, which it does not on some ranks."""
+    """Wait until the GPU is idle, which it never is on ``ranks_``; return the reason of the failure."""
     end = threading.Event()
     never = (lambda _device: end.wait()) if dist.get_rank() in ranks_ else (lambda _device: None)
-    patience = 1.0 if ranks_ else selection.IDLE_S
+    timeout_s = 1.0 if ranks_ else selection.IDLE_S
     with (
         mock.patch.object(torch.cuda, "synchronize", never),
-        mock.patch.object(selection, "IDLE_S", patience),
+        mock.patch.object(selection, "IDLE_S", timeout_s),
     ):
         try:
             return selection._wait_until_idle(dist.group.WORLD, torch.device("cuda", 0))
@@ -434,7 +447,7 @@ def busy_with(ranks_: set[int]) -> str:
             end.set()
 
 
-def test_a_device_that_waits_for_a_collective_of_the_script_is_not_waited_for_on_any_rank(ranks):
+def test_no_rank_waits_for_a_device_that_waits_for_a_collective_of_the_script(ranks):
     first, second = ranks(2)(busy_with, {0})
     assert first == second
     assert "cuda:0 was still busy after 1 s" in first

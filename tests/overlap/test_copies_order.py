@@ -1,7 +1,7 @@
-"""Streams of several GPUs, played in one process in any order that they allow: what copy engines move is right in all.
+"""Streams of several GPUs, simulated in one process in random orders. Copies must be right in every order.
 
-Streams here are queues of what they have to do. One of those that need not wait goes on by one step, drawn at random,
-some of them more seldom than others.
+A simulated stream is a queue of steps. The simulation repeatedly draws a stream whose first step need not wait, and
+runs that step. Some streams are drawn less often than others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from ovpatch.overlap.kernels.copy_messages import PointToPoint
 from ovpatch.overlap.kernels.copy_window import BYTES, Addend, Batch, Span, StreamBarrier, Window
 from tests.support import windows
 
-SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds
+# In bytes. The slot is a little larger than a piece, so copies need many rounds.
+SLOT = 2 * 128 * 2
 
 
 class Stream:
-    """Steps, each of which may have to wait."""
+    """A queue of steps, each of which may have to wait."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         del priority
@@ -52,9 +53,9 @@ class Stream:
         recorded = event.recorded
         self.add(lambda: None, lambda: all(recorded))
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         event = Event()
-        event.record(other)
+        event.record(stream)
         self.wait_event(event)
 
 
@@ -71,7 +72,7 @@ class Event:
 
 
 class Driver:
-    """What a stream does with numbers and copies, by addresses of this process."""
+    """Writes of numbers, waits for numbers, and copies on a stream, at addresses of this process."""
 
     def __init__(self) -> None:
         self.writes_to_peers = writing["to peers"]
@@ -84,25 +85,25 @@ class Driver:
         stream.add(lambda: None, lambda: ctypes.c_int32(found.value - number).value >= 0)
 
     def copy(self, batch: Batch, stream: Stream) -> None:
-        for one in draw.sample([*zip(*batch, strict=True)], len(batch.to)):
-            stream.add(lambda one=one: ctypes.memmove(*one))
+        for move in draw.sample([*zip(*batch, strict=True)], len(batch.to)):
+            stream.add(lambda move=move: ctypes.memmove(*move))
 
 
 Steps = deque[tuple[Callable[[], bool], Callable[[], Any]]]
 
 streams: list[Stream] = []
-queues: dict[int, Steps] = {}  # of devices
-sharing = {
-    "queue": False
-}  # whether a device has one queue for all of its streams, as with CUDA_DEVICE_MAX_CONNECTIONS=1
+# The queues by device.
+queues: dict[int, Steps] = {}
+# Whether all streams of a device share a queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1.
+sharing = {"queue": False}
 writing = {"to peers": True}
 current: list[Any] = [None]
 draw = random.Random()
 
 
 @contextmanager
-def stream(one: Stream) -> Iterator[None]:
-    before, current[0] = current[0], one
+def stream(entered: Stream) -> Iterator[None]:
+    before, current[0] = current[0], entered
     try:
         yield
     finally:
@@ -112,12 +113,12 @@ def stream(one: Stream) -> Iterator[None]:
 def play(seed: int) -> None:
     """Run all streams to their ends."""
     order = random.Random(seed)
-    weights = {id(one): order.choice([1, 30]) for one in streams}
-    while any(one.steps for one in streams):
-        free = [one for one in streams if one.steps and one.steps[0][0]()]
+    weights = {id(queue): order.choice([1, 30]) for queue in streams}
+    while any(queue.steps for queue in streams):
+        free = [queue for queue in streams if queue.steps and queue.steps[0][0]()]
         assert free, "all streams wait"
-        (one,) = order.choices(free, [weights[id(one)] for one in free])
-        one.steps.popleft()[1]()
+        (drawn,) = order.choices(free, [weights[id(queue)] for queue in free])
+        drawn.steps.popleft()[1]()
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["written", "copied"])
@@ -142,7 +143,7 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 
 
 def windows_of(world: int, number: int) -> list[Window]:
-    """Return all ranks' windows, whose meetings begin behind a number."""
+    """Return the windows of all ranks, whose barriers have already reached a number."""
     memories = [torch.zeros(2 * SLOT + BYTES, dtype=torch.uint8) for _ in range(world)]
     signals = [memory[2 * SLOT :] for memory in memories]
     found = []
@@ -186,7 +187,7 @@ def train(world: int, seed: int, number: int) -> None:
 
 
 def call(
-    one: Engine,
+    engine: Engine,
     rank: int,
     given: list[list[Tensor]],
     sizes: list[int],
@@ -194,9 +195,19 @@ def call(
     inside: bool,
     waits: Stream | None,
 ) -> Callable[[], bool]:
-    """Move tensors that come to be on the current stream, and are overwritten there afterwards.
+    """Move tensors that the current stream computes before the call and overwrites after it.
 
-    A stream waits for that, the current one or another, or none does. A part may be ``inside`` what is gathered.
+    Args:
+        engine: The engine of this rank.
+        rank: The rank.
+        given: The values of all ranks.
+        sizes: The sizes of the parts.
+        gathers: Whether the call is a gather, and not a reduce-scatter.
+        inside: Whether the parts are views of the outputs of the gather.
+        waits: The stream that waits for the call. None: no stream waits.
+
+    Returns:
+        A function that checks the results.
     """
     world = len(given)
     outputs = [torch.full((size * world if gathers else size,), torch.nan) for size in sizes]
@@ -206,7 +217,11 @@ def call(
     results: list[Tensor] = []
     for tensor, value in zip(inputs, given[rank], strict=True):
         current[0].add(lambda tensor=tensor, value=value: tensor.copy_(value))
-    works = one.gather(outputs, inputs) if gathers else one.scatter(outputs, inputs, average=False)
+    works = (
+        engine.gather(outputs, inputs)
+        if gathers
+        else engine.scatter(outputs, inputs, average=False)
+    )
     for work in works if waits is not None else ():
         with stream(waits):
             work.wait()
@@ -238,18 +253,18 @@ def test_any_order_of_steps_moves_the_same(
         train(world, seed, number=0)
 
 
-def test_numbers_of_meetings_wrap() -> None:
+def test_numbers_of_stream_barriers_wrap() -> None:
     for seed in range(10):
         train(2, seed, number=0xFFFFFFFE)
         train(2, seed, number=0x7FFFFFFE)
 
 
 @pytest.mark.parametrize("lost", [None, 0, 2])
-def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
+def test_ranks_whose_memory_cannot_be_used_are_found(lost: int | None) -> None:
     streams.clear()
     memories = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(3)]
     seen_by_one = [
-        torch.zeros_like(one) if rank == lost else one for rank, one in enumerate(memories)
+        torch.zeros_like(memory) if rank == lost else memory for rank, memory in enumerate(memories)
     ]
     meetings = [
         StreamBarrier(Driver(), seen_by_one if rank == 1 else memories, rank) for rank in range(3)
@@ -263,26 +278,26 @@ def test_ranks_whose_memory_cannot_be_used_are_told(lost: int | None) -> None:
     found = [meeting.unheard(0) for meeting in meetings]
     assert found[1] == ([] if lost is None else [lost])
     assert [rank for rank in (0, 2) if found[rank]] == ([] if lost is None else [lost])
-    assert lost is None or found[lost] == [1], "the other end hears nothing, either"
+    assert lost is None or found[lost] == [1], "the peer receives nothing either"
 
 
-def test_nobody_waits_for_ever_for_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_forever_for_a_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.clear()
-    here, gone = (engine_of(rank, window) for rank, window in enumerate(windows_of(2, 0)))
-    whole, part = torch.zeros(2), torch.ones(1)
+    here, missing = (engine_of(rank, window) for rank, window in enumerate(windows_of(2, 0)))
+    output, part = torch.zeros(2), torch.ones(1)
     with stream(Stream(torch.device("cuda", 0))):
-        here.gather([whole], [part])
-    assert gone.drain(timeout_s=0)
+        here.gather([output], [part])
+    assert missing.drain(timeout_s=0)
     with pytest.raises(AssertionError, match="all streams wait"):
         play(0)
     begin = time.monotonic()
     assert not here.drain(timeout_s=0.05)
     assert time.monotonic() - begin < 50
     monkeypatch.setattr(window.torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert here.drain(timeout_s=60), "a fork has nothing under way"
+    assert here.drain(timeout_s=60), "a fork has no copies in flight"
 
 
-def test_after_half_a_call_there_are_no_more() -> None:
+def test_after_an_interrupted_call_further_calls_raise() -> None:
     streams.clear()
     engine = engine_of(0, windows_of(2, 0)[0])
     laid_out = engine._window.copy
@@ -295,12 +310,12 @@ def test_after_half_a_call_there_are_no_more() -> None:
     with stream(Stream(torch.device("cuda", 0))):
         with pytest.raises(KeyboardInterrupt):
             engine.gather([torch.zeros(2)], [torch.ones(1)])
-        for call, out, of in (
+        for call, output_numel, input_numel in (
             (engine.gather, 2, 1),
             (functools.partial(engine.scatter, average=False), 1, 2),
         ):
             with pytest.raises(RuntimeError, match=r"in the middle of a call.*Restart all ranks"):
-                call([torch.zeros(out)], [torch.zeros(of)])
+                call([torch.zeros(output_numel)], [torch.zeros(input_numel)])
         engine.failed_everywhere()
         engine.gather([torch.zeros(2)], [torch.ones(1)])
 
@@ -309,7 +324,7 @@ def test_after_half_a_call_there_are_no_more() -> None:
 
 
 def mailboxes(world: int, slots: int, slot_bytes: int) -> list[PointToPoint]:
-    """Return all ranks' ends of all edges."""
+    """Return the ends of all edges, by rank."""
     memories: list[Tensor] = []
 
     def allocate(size: int, group: Any, device: torch.device) -> Window:
@@ -331,14 +346,15 @@ def mailboxes(world: int, slots: int, slot_bytes: int) -> list[PointToPoint]:
             "allocate": allocate,
         }
         found.append(PointToPoint(group, torch.device("cuda", rank), edges, **given))
-        found[-1]._closed.put(None)  # here tests look, and no thread
+        # This ends the watching thread, because the tests call look() themselves.
+        found[-1]._closed.put(None)
     return found
 
 
 def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
-    """Send random messages, each of which its receiver reads at its place in one order of all.
+    """Send random messages, which receivers read in the order in which they were sent.
 
-    Where each stream has a queue of its own, a receiver may read them later, and the last one first.
+    If each stream has its own queue, a receiver may read messages later, and the last one first.
     """
     streams.clear()
     queues.clear()
@@ -353,7 +369,8 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
     mains = [Stream(torch.device("cuda", rank)) for rank in range(world)]
     unread: list[tuple[int, Any, list[Tensor], int, Any, list[Tensor], list[Tensor]]] = []
     checks: list[tuple[list[Tensor], list[Tensor]]] = []
-    kept: list[Any] = []  # which keep what they send
+    # Handles of sends keep the memory of their messages.
+    kept: list[Any] = []
 
     def read(
         receiver: int,
@@ -373,12 +390,11 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
         else:
             with stream(mains[sender]):
                 sending.wait()
-                current[0].add(lambda: [one.fill_(torch.inf) for one in sent])
+                current[0].add(lambda: [tensor.fill_(torch.inf) for tensor in sent])
         checks.append((found, values))
 
-    most = (
-        1024 // 4 if not shared else slots * boxes[0].slot_bytes // 4 // 2
-    )  # elements: all pieces have slots
+    # The number of elements. With a shared queue, all pieces of a message must have slots.
+    most = 1024 // 4 if not shared else slots * boxes[0].slot_bytes // 4 // 2
     for box in boxes:
         box.begin(str)
     for _ in range(draw.randint(1, 12)):
@@ -400,8 +416,8 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
         unread.append((receiver, receiving, got, sender, sending, sent, values))
         while unread and (shared or draw.random() < 0.6):
             read(*unread.pop(-1 if draw.random() < 0.5 else 0))
-    for one in unread:
-        read(*one)
+    for message in unread:
+        read(*message)
     for box, main in zip(boxes, mains, strict=True):
         with stream(main):
             box.end()
@@ -426,21 +442,22 @@ def test_numbers_of_messages_wrap() -> None:
         exchange(2, seed, shared=False, number=0x7FFFFFFE)
 
 
-def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> None:
+def test_streams_do_not_wait_forever_for_messages_of_a_missing_rank() -> None:
     streams.clear()
     here, _ = mailboxes(2, slots=1, slot_bytes=128)
-    told: list[str] = []
-    here.begin(told.append)
+    failures: list[str] = []
+    here.begin(failures.append)
     main = Stream(torch.device("cuda", 0))
     tensor = torch.ones(2)
     with stream(main):
-        for _ in range(2):  # the second one finds no free slot
+        # The second send finds no free slot.
+        for _ in range(2):
             here.send([tensor], 1)
         here.receive([tensor], 1).wait()
     with pytest.raises(AssertionError, match="all streams wait"):
         play(0)
     here.look()
-    assert not told
+    assert not failures
     assert not here.failure
     here.timeout_s = here._deadline = 0.0
     with stream(main):
@@ -448,7 +465,7 @@ def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> N
     here.look()
     play(0)
     assert here._streams.is_idle()
-    assert told == [here.failure]
+    assert failures == [here.failure]
     for call in (lambda: here.begin(str), lambda: here.send([], 1), here.receive([], 1).wait):
         with pytest.raises(
             RuntimeError, match=r"messages of a step have not come.*start the job again"
@@ -456,7 +473,7 @@ def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> N
             call()
 
 
-def test_time_is_given_from_the_last_message_on_and_runs_out_only_where_a_stream_waits() -> None:
+def test_the_timeout_starts_at_the_last_message_and_acts_only_while_a_stream_waits() -> None:
     streams.clear()
     here, _ = mailboxes(2, slots=1, slot_bytes=128)
     here.begin(str)
@@ -466,7 +483,8 @@ def test_time_is_given_from_the_last_message_on_and_runs_out_only_where_a_stream
     with stream(Stream(torch.device("cuda", 0))):
         here.send([torch.ones(2)], 1)
         assert here._deadline > time.monotonic()
-        here.send([torch.ones(2)], 1)  # finds no free slot
+        # The second send finds no free slot.
+        here.send([torch.ones(2)], 1)
     with pytest.raises(AssertionError, match="all streams wait"):
         play(0)
     here._deadline = 1.0

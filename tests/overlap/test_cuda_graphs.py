@@ -1,4 +1,4 @@
-"""Captures and replays of CUDA graphs find new values."""
+"""Captures and replays of CUDA graphs use the new values of parameters."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ GRAPHS = [
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", ["capture_begin", "replay"])
-def test_both_begin_with_everything_settled(name, graph):
+def test_captures_and_replays_wait_for_all_parameters_first(name, graph):
     model = network()
     expected = copy.deepcopy(model.state_dict())
     holder = stale(model)
-    with pytest.raises(
-        (TypeError, AttributeError)
-    ):  # torch's own, of nothing that could be captured or replayed
+    # torch itself raises, because None is no graph.
+    with pytest.raises((TypeError, AttributeError)):
         getattr(graph, name)(None)
     assert holder.settled == 1
     assert not PENDING
@@ -46,8 +45,8 @@ def test_both_begin_with_everything_settled(name, graph):
 
 
 @pytest.mark.parametrize("name", ["capture_begin", "replay"])
-def test_inductor_settles_what_it_reads_itself(name):
-    """What it compiles one by one keeps its overlap."""
+def test_captures_and_replays_of_inductor_do_not_wait(name):
+    """Check that code which Inductor compiles separately keeps its overlap, because it waits for its own inputs."""
     holder = stale(network())
     called = f"def call(graph):\n    graph.{name}(None)"
     inductor: dict[str, Any] = {"__name__": "torch._inductor.cudagraph_trees"}
@@ -59,7 +58,7 @@ def test_inductor_settles_what_it_reads_itself(name):
 
 
 @pytest.mark.gpu(1)
-def test_a_graph_reads_what_has_arrived():
+def test_a_graph_reads_gathered_parameters():
     model = network().cuda()
     x, graph = torch.randn(3, 4, device="cuda"), torch.cuda.CUDAGraph()
     with torch.no_grad():

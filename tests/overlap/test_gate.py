@@ -1,4 +1,4 @@
-"""Hosts meet at the barrier, as often as they arrive, and no rank continues before the last one has arrived."""
+"""The host barrier: no rank continues before the last rank has arrived, however often each rank arrives."""
 
 from __future__ import annotations
 
@@ -43,33 +43,37 @@ from tests.support.gloo import destroy_group
 
 
 def meetings(late: int) -> list[tuple[float, float]]:
-    """One rank arrives at some barriers after all its peers."""
+    """Arrive at some barriers after all peers, on rank ``late``; return the times of arrival and of the end."""
     barrier, found = HostBarrier.for_group(dist.group.WORLD), []
     for number in range(6):
         if dist.get_rank() == late and number in (2, 4):
-            signs.await_others(f"at the door {number}")
+            signs.await_others(f"at barrier {number}")
             time.sleep(0.05)
         arrived = time.time()
-        signs.give(f"at the door {number}")
+        signs.give(f"at barrier {number}")
         barrier.wait()
         found.append((arrived, time.time()))
     return found
 
 
 def check_together(meetings: Iterable[tuple[Any, ...]]) -> None:
-    """Demand of ``(came, ..., left)`` by rank, for each meeting, that no rank left before the last one came."""
+    """Demand that no rank left a barrier before the last rank arrived.
+
+    Args:
+        meetings: For each barrier, by rank, the times ``(arrival, ..., end)``.
+    """
     for meeting in meetings:
         assert min(times[-1] for times in meeting) >= max(times[0] for times in meeting)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("late", [0, 1])
-def test_nobody_leaves_before_the_last_has_come(ranks, world, late):
+def test_no_rank_leaves_before_the_last_has_arrived(ranks, world, late):
     check_together(zip(*ranks(world)(meetings, late), strict=True))
 
 
 def ahead() -> list[tuple[float, float]]:
-    """Ranks say at once that they come. Rank 0 goes to some meetings when all others have left."""
+    """Arrive early on all ranks. Rank 0 waits at some barriers only after all its peers have left them."""
     barrier, found = HostBarrier.for_group(dist.group.WORLD), []
     for number in range(6):
         came = time.time()
@@ -90,17 +94,18 @@ def test_no_rank_waits_for_a_rank_that_has_arrived(ranks, world):
 
 
 def deferred() -> list[tuple[float, float]]:
-    """Rank 0 reaches each barrier after its peers have continued. They wait in finish(), or at the next barrier."""
+    """Reach each barrier on rank 0 after its peers have continued; they wait in finish(), or at the next barrier."""
     barrier, found = HostBarrier.for_group(dist.group.WORLD), []
-    barrier.wait()  # ranks agree on the barrier's name
+    # In the first wait ranks agree on the name of the barrier.
+    barrier.wait()
 
     def come(number: int) -> float:
         if dist.get_rank() == 0:
-            signs.await_others(f"went on {number}")
+            signs.await_others(f"continued {number}")
             time.sleep(0.05)
         came = time.time()
         barrier.defer_wait()
-        signs.give(f"went on {number}")
+        signs.give(f"continued {number}")
         return came
 
     for number in range(4):
@@ -110,7 +115,8 @@ def deferred() -> list[tuple[float, float]]:
         barrier.finish()
         found.append((came, time.time()))
     came = come(4)
-    barrier.defer_wait()  # the next one
+    # This is the wait of the next barrier.
+    barrier.defer_wait()
     found.append((came, time.time()))
     barrier.finish()
     return found
@@ -122,7 +128,7 @@ def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, wo
 
 
 def failed_waits() -> list[list[int]]:
-    """Return the numbers of aborts by deferred waits that fail, of a group's barrier and another, in each method."""
+    """Return the numbers of aborts by failed deferred waits in each method, of the group's barrier and a second one."""
     found = []
     for barrier in (HostBarrier.for_group(dist.group.WORLD), HostBarrier(dist.group.WORLD)):
         barrier.wait()
@@ -140,12 +146,12 @@ def failed_waits() -> list[list[int]]:
     return found
 
 
-def test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight(ranks):
+def test_a_rank_whose_deferred_wait_fails_aborts_the_collectives_in_flight(ranks):
     assert ranks(2)(failed_waits) == [[[1, 1]] * 4 + [[0, 0]] * 4] * 2
 
 
 def signalled() -> bool:
-    """While rank 1 waits for rank 0, a signal handler waits as well, as if it saved a checkpoint."""
+    """Wait in a signal handler while rank 1 waits for rank 0, like a handler that saves a checkpoint."""
     barrier, read = HostBarrier.for_group(dist.group.WORLD), []
 
     def handle(*_: Any) -> None:
@@ -174,7 +180,7 @@ def test_a_signal_handler_may_wait_as_well(ranks):
 
 
 def aborting(who: list[int]) -> tuple[str, float]:
-    """Some ranks abort the third barrier; all reach the fourth."""
+    """Abort the third barrier on the ranks ``who``; return the error of the next barrier, and the time in s."""
     barrier, begin = HostBarrier.for_group(dist.group.WORLD), time.monotonic()
     try:
         for number in range(5):
@@ -206,7 +212,7 @@ def test_ranks_that_all_abort_continue(ranks, world):
 
 
 def aborting_first(peers_wait: bool) -> tuple[str, bool]:
-    """Rank 0 aborts the first barrier of all. Its peers wait there, or use no barrier."""
+    """Abort the very first barrier on rank 0 while its peers wait there, or use no barrier."""
     barrier, text = HostBarrier.for_group(dist.group.WORLD), ""
     with mock.patch.object(host_barrier, "LATE_START_S", 60 if peers_wait else 1):
         if dist.get_rank() == 0:
@@ -221,7 +227,7 @@ def aborting_first(peers_wait: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("peers_wait", [True, False])
 def test_a_rank_may_abort_before_ranks_have_agreed_on_a_name(ranks, peers_wait):
-    """A barrier needs no server, since ranks agree on its name in the store."""
+    """Check that a barrier starts no server, because ranks agree on its name in the store."""
     own, *peers = ranks(3)(aborting_first, peers_wait, timeout=100)
     assert own == ("", False)
     for text, has_server in peers:
@@ -239,17 +245,17 @@ def test_all_ranks_read_a_flag_of_any_rank(ranks):
 
 
 def hurried(meetings: int) -> list[bool]:
-    """No rank waits between barriers, so the fastest raises its next flag while peers still read the last."""
+    """Run barriers without a pause, so the fastest rank raises its next flag while peers still read the last one."""
     barrier, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
     return [barrier.wait(number % 4 == rank) for number in range(meetings)]
 
 
-def test_a_flag_is_of_its_meeting(ranks):
+def test_a_flag_belongs_to_one_barrier(ranks):
     assert ranks(3)(hurried, 400) == 3 * [[number % 4 < 3 for number in range(400)]]
 
 
 def interrupted_meetings() -> list[bool]:
-    """Rank 0 is interrupted while it waits, and meets again; rank 1 raises its flag at the second meeting."""
+    """Interrupt rank 0 while it waits, then wait again; rank 1 raises its flag at the barrier after the next."""
     barrier, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
     barrier.wait()
     if rank == 0:
@@ -262,7 +268,7 @@ def interrupted_meetings() -> list[bool]:
     return [barrier.wait(rank == 1 and number == 1) for number in range(3)]
 
 
-def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
+def test_a_rank_that_is_interrupted_returns_to_the_same_barrier(ranks):
     assert ranks(2)(interrupted_meetings) == [[False, True, False]] * 2
 
 
@@ -278,12 +284,12 @@ def keys_left() -> int:
     return store.num_keys() - before
 
 
-def test_it_leaves_no_keys_behind(ranks):
+def test_barriers_leave_no_keys_in_the_store(ranks):
     assert max(ranks(2)(keys_left)) < 20
 
 
 def in_a_file(path: str) -> int:
-    """Return by how many bytes the file of a store grows while a rank waits."""
+    """Return the growth of the file of a store in bytes while a rank waits."""
     barrier = HostBarrier(dist.group.WORLD)
     barrier._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
     barrier._is_in_file = host_barrier._is_in_file(barrier._store)
@@ -302,7 +308,7 @@ def test_a_store_in_a_file_does_not_grow_while_ranks_wait(ranks, tmp_path):
 
 
 def groups() -> None:
-    """Barriers of several groups are independent of each other."""
+    """Wait at the barriers of two groups, which must be independent."""
     pair = dist.new_group([0, 1])
     for _ in range(3):
         HostBarrier.for_group(dist.group.WORLD).wait()
@@ -332,7 +338,7 @@ def absent() -> str:
     return text
 
 
-def test_a_rank_that_does_not_come_is_an_error(ranks):
+def test_a_missing_rank_is_an_error(ranks):
     text, _ = ranks(2)(absent)
     assert "not all ranks reached" in text
     assert "within 0.3 s" in text
@@ -340,7 +346,7 @@ def test_a_rank_that_does_not_come_is_an_error(ranks):
 
 @contextlib.contextmanager
 def counted() -> Iterator[collections.Counter[str]]:
-    """Have host barriers on the CPU as well, and count the calls of their methods."""
+    """Use host barriers on the CPU as well, and count the calls of their methods."""
     calls: collections.Counter[str] = collections.Counter()
 
     def counting(name: str) -> Any:
@@ -360,7 +366,10 @@ def counted() -> Iterator[collections.Counter[str]]:
 
 
 def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int]:
-    """Some ranks add to gradients under no_sync() before the fourth step, where hosts run ahead of devices."""
+    """Add to gradients under no_sync() before step 3, on the ranks ``who``; return the error, its time, and the steps.
+
+    Hosts must run ahead of their devices.
+    """
     from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
     before, options = COUNTERS.steps, {"min_param_numel": 1, "copy_engines": copy_engines}
@@ -378,8 +387,8 @@ def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int
                 opt.step()
                 if number == 3 and len(who) == 1 and dist.get_rank() in who:
                     raise RuntimeError(
-                        "they had not gone on. Do the same on every rank, or turn dist_optimizer "
-                        "off"
+                        "peers had not continued. Do the same on every rank, or turn "
+                        "dist_optimizer off"
                     )
             text = ""
         except RuntimeError as error:
@@ -392,11 +401,10 @@ def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, world):
-    with_local, *others = ranks(world)(gated_hosts, [0], timeout=100)
-    assert (
-        "Do the same on every rank, or turn dist_optimizer off" in with_local[0]
-    )  # the others may have gone on
-    for text, took, _ in others:
+    with_local, *peers = ranks(world)(gated_hosts, [0], timeout=100)
+    # Whether this error comes from the step depends on whether its peers have already continued.
+    assert "Do the same on every rank, or turn dist_optimizer off" in with_local[0]
+    for text, took, _ in peers:
         assert "with gradients that DistributedDataParallel had not reduced" in text
         assert took < 35
 
@@ -406,16 +414,19 @@ def gated_hosts(who: list[int]) -> tuple[str, float, int]:
         return local_on(who)
 
 
-def test_hosts_whose_gradients_are_all_local_go_on(ranks):
+def test_hosts_whose_gradients_are_all_local_continue(ranks):
     for text, _, steps in ranks(2)(gated_hosts, [0, 1], timeout=100):
         assert text == ""
         assert steps == 3
 
 
-def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
-    """In the fourth step rank 0 steps a new optimizer, too, before or after the one that all ranks have.
+def step_second(kind: str, first: bool, alone: bool) -> tuple[str, float]:
+    """Step a new optimizer on rank 0 in step 3 as well; return the error, and its time in s.
 
-    With ``alone`` it steps the new one alone from then on, and the old one is gone.
+    Args:
+        kind: "same" or "other": the class of the new optimizer equals that of the old one, or differs.
+        first: Whether the new optimizer steps before the old one.
+        alone: Whether rank 0 drops the old optimizer after step 3.
     """
     model = ddp(net(), process_group=dist.new_group(timeout=timedelta(seconds=40)))
     opts = [torch.optim.AdamW(model.parameters(), 0.01)]
@@ -437,30 +448,28 @@ def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
             if alone:
                 del opts[:-1], opt
         except RuntimeError as error:
+            # Rank 0 had fallen back, and its next backward has waited for peers that are missing.
             if not steps and dist.get_rank() == 0:
-                return (
-                    "",
-                    0.0,
-                )  # it went on as stock, and its backward has waited for the others, which do not come
+                return "", 0.0
             return str(error), time.monotonic() - begin
         if number == 4 and dist.get_rank() == 0:
             return "", time.monotonic() - begin
     return "", 0.0
 
 
-def beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
+def step_second_with_barriers(kind: str, first: bool, alone: bool) -> tuple[str, float]:
     with (
         counted(),
         ovpatch.applied(
             "ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}
         ),
     ):
-        found = step_beside(kind, first, alone)
+        found = step_second(kind, first, alone)
         dist.barrier()
     return found
 
 
-BESIDE = [
+SECOND_OPTIMIZERS = [
     (kind, first, alone)
     for kind in ("same", "other")
     for first in (True, False)
@@ -471,61 +480,63 @@ ON_THREE = [("same", True, False), ("same", False, True), ("other", True, True)]
 
 @pytest.mark.parametrize(
     ("kind", "first", "alone", "world"),
-    [*((*one, 2) for one in BESIDE), *((*one, 3) for one in ON_THREE)],
+    [*((*case, 2) for case in SECOND_OPTIMIZERS), *((*case, 3) for case in ON_THREE)],
 )
-def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(
+def test_a_second_optimizer_that_one_rank_alone_steps_is_an_error_within_seconds(
     ranks, world, kind, first, alone
 ):
-    """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""
-    (own, took), *others = ranks(world)(beside, kind, first, alone, timeout=100)
+    """Check hosts that run ahead. They cannot agree before each step, so they cannot all fall back instead."""
+    (own, took), *peers = ranks(world)(step_second_with_barriers, kind, first, alone, timeout=100)
     assert took < 35
-    # The barrier shows it, or the step flags of the next backward, if hosts have passed each other.
+    # The barrier finds the difference, or the step flags of the next backward if hosts have passed each other.
     known = (
         "stepped another optimizer than this rank. Do the same on every rank",
         "in orders that differ",
     )
     assert not own or any(text in own for text in (*known, "ranks step different optimizers"))
-    for text, took in others:
+    for text, took in peers:
         assert any(error in text for error in known), text
         assert took < 35
 
 
 def gated(loop: Any, cases: Any, steps: int) -> Any:
-    """Run training loops on the CPU with gates, as on a device that hosts run ahead of."""
+    """Run training loops on the CPU with host barriers, as on a device whose host runs ahead."""
     with counted() as calls:
         results = all_cases(loop, cases)
-    assert calls["wait"] + calls["defer_wait"] > 2 * steps * len(cases), "hosts did not meet"
-    assert calls["defer_wait"] > steps * len(cases), "hosts waited as soon as they had come"
-    assert calls["arrive"] >= steps * len(cases), "hosts did not say before that they come"
+    assert calls["wait"] + calls["defer_wait"] > 2 * steps * len(cases), (
+        "hosts did not use the barrier"
+    )
+    assert calls["defer_wait"] > steps * len(cases), "hosts waited as soon as they had arrived"
+    assert calls["arrive"] >= steps * len(cases), "hosts did not announce their arrival"
     return results
 
 
-def test_training_with_gates(ranks):
+def test_training_with_host_barriers(ranks):
     styles = some({style: {"style": style} for style in test_loop_styles.STYLES})
     check_all(ranks(2)(gated, test_loop_styles.train, styles, test_loop_styles.STEPS - 1))
     uses = {use: {"use": use} for use in ("rank 0 logs", "rank 0 logs one", "clip by value")}
     check_all(ranks(2)(gated, test_reads_of_gradients.train, uses, 6))
 
 
-def held_with_gates(kind: str) -> dict[str, Any]:
+def held_with_barriers(kind: str) -> dict[str, Any]:
     with counted() as calls:
         result = both(
             test_held_state.held, kind, "object", "after", True, options=test_held_state.ALL
         )
-    assert calls["defer_wait"] or kind != "adamw", "hosts waited as soon as they had come"
+    assert calls["defer_wait"] or kind != "adamw", "hosts waited as soon as they had arrived"
     return result
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_is_held_over_steps_with_gates(ranks, kind):
-    test_held_state.check_held(ranks(2)(held_with_gates, kind, timeout=60))
+def test_state_is_held_over_steps_with_host_barriers(ranks, kind):
+    test_held_state.check_held(ranks(2)(held_with_barriers, kind, timeout=60))
 
 
 def read_alone(late: int) -> list[float]:
-    """Train where hosts run ahead; one rank alone reads state, gradients and parameters, late; the group is destroyed.
+    """Train, read state, gradients and parameters late on one rank alone, and destroy the group.
 
     Returns:
-        What the rank that reads alone has read, then the sums of all parameters, read after the group is gone.
+        The sums that the rank ``late`` has read, then the sums of all parameters after the group was destroyed.
     """
     group = dist.new_group()
     model = ddp(net(), process_group=group)
@@ -540,7 +551,8 @@ def read_alone(late: int) -> list[float]:
         opt.step()
         if dist.get_rank() == late:
             time.sleep(0.05)
-            found += [one["exp_avg"].sum().item() for one in opt.state_dict()["state"].values()]
+            states = opt.state_dict()["state"].values()
+            found += [state["exp_avg"].sum().item() for state in states]
             found += [p.sum().item() for p in model.parameters()]
     destroy_group(group)
     return found + [p.sum().item() for p in model.parameters()]
@@ -552,12 +564,12 @@ def read_alone_as(late: int, patched: bool) -> list[float]:
     options = {"dist_optimizer": {"min_param_numel": 1}}
     with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options=options):
         found = read_alone(late)
-    assert calls["defer_wait"] > 6, "hosts waited as soon as they had come"
+    assert calls["defer_wait"] > 6, "hosts waited as soon as they had arrived"
     return found
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_one_rank_alone_reads_where_hosts_wait_late(ranks, late):
+def test_one_rank_alone_reads_while_waits_of_hosts_are_deferred(ranks, late):
     stock, patched = (ranks(2)(read_alone_as, late, how, timeout=60) for how in (False, True))
     assert patched == stock
 
@@ -566,12 +578,12 @@ def called_ahead() -> list[str]:
     """Return the topics that hosts call after they have arrived, while gradients and state are laid out again."""
     topics, call = [], PeerRpc.call
 
-    def asking(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
         if any(barrier._has_arrived for _, barrier in group_values(HostBarrier)):
             topics.append(topic)
         return call(self, topic, *args, **kwargs)
 
-    with counted() as calls, mock.patch.object(PeerRpc, "call", asking):
+    with counted() as calls, mock.patch.object(PeerRpc, "call", recorded):
         both(test_models.wrapped_twice)
         both(test_models.cast_later)
     assert calls["arrive"]
@@ -583,7 +595,7 @@ def test_a_rank_that_has_arrived_calls_no_peer(ranks):
 
 
 class Own(torch.optim.SGD):
-    """A class of a user's, of whose step nothing is known."""
+    """An optimizer class of the user, whose step is unknown to the feature."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -604,7 +616,10 @@ def calls_of_a_step(case: str) -> dict[str, int]:
         return {name: count // 4 for name, count in calls.items()}
 
 
-def test_how_often_hosts_meet_in_a_step(ranks):
-    """In backward and for the gathers; a class that may call peers in its step arrives after it, and waits at once."""
+def test_the_number_of_host_barriers_in_a_step(ranks):
+    """Check the barriers in the backward and for the gathers.
+
+    A class that may call peers in its step arrives after the step, and waits immediately.
+    """
     assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"defer_wait": 2, "arrive": 3}]
     assert ranks(2)(calls_of_a_step, "named") == 2 * [{"defer_wait": 1, "arrive": 1, "wait": 1}]

@@ -21,12 +21,12 @@ from tests.overlap.test_collectives import for_each, group
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 
-# How long the other ranks let rank 0 wait, so that whoever reads there without settling reads garbage.
-LATE = 0.01
+# The delay of rank 0 in seconds. A reader on its peers that does not wait reads garbage.
+LATE_S = 0.01
 
 
-def forget_the_others(params: list[nn.Parameter]) -> None:
-    """Keep what this rank owns of each parameter, and write garbage elsewhere."""
+def overwrite_shards_of_peers(params: list[nn.Parameter]) -> None:
+    """Keep the shard of this rank of each parameter, and write garbage elsewhere."""
     for param in params:
         part = shard_range(param.numel(), dist.get_world_size(), dist.get_rank())
         elements = view_flat(param.data)
@@ -34,8 +34,8 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
         elements[part.end :] = GARBAGE
 
 
-def quiet(params: list[nn.Parameter]) -> None:
-    """Wait until gloo's thread has let go of the last collective's tensors; a program's next step comes later."""
+def await_release(params: list[nn.Parameter]) -> None:
+    """Wait until the thread of gloo has released the tensors of the last collective, as it has in a program's step."""
     deadline = time.monotonic() + 60
     while (
         "other tensors share its memory" in map(find_reason_against, params)
@@ -57,8 +57,8 @@ def gathered(
     gather = AllGatherBucket(params, group())
     outcome = []
     for _ in range(3):
-        quiet(params)
-        forget_the_others(params)
+        await_release(params)
+        overwrite_shards_of_peers(params)
         reason = gather.start_all_gather()
         pending = [is_pending(p) for p in params]
         gather.finish_all_gather()
@@ -72,10 +72,10 @@ def gathered(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_parameters_are_whole_again_where_they_were(ranks, world):
+def test_parameters_are_gathered_into_their_own_memory(ranks, world):
     sizes = [(6, 4), (7,), (2, 6, 4, 3), (13, 5), (12,)]
     calls = [(sizes, dtype, torch.channels_last) for dtype in DTYPES]
-    # One parameter, or none, that divides.
+    # The size of one parameter, or of none, is a multiple of the number of ranks.
     calls += [
         (some, torch.float32, torch.contiguous_format)
         for some in ([(6, 6)], [(7,)], [(5,), (1, 7)])
@@ -87,21 +87,21 @@ def test_parameters_are_whole_again_where_they_were(ranks, world):
         ] == [] or world == 1
 
 
-def under_way() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:
-    """Return a model whose weight is being gathered, what it will be, and the gather."""
+def in_flight() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:
+    """Return a model whose weight is being gathered, the expected weight, and the gather."""
     model = nn.Linear(6, 7)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
     gather = AllGatherBucket([model.weight], group())
-    quiet([model.weight])
-    forget_the_others([model.weight])
+    await_release([model.weight])
+    overwrite_shards_of_peers([model.weight])
     gather.start_all_gather()
     return model, expected, gather
 
 
 def failing_once() -> tuple[bool, bool, bool]:
-    """A wait that raises is tried again by the next reader, who finds the values if they come then."""
-    model, expected, gather = under_way()
+    """Let the first waits raise; return whether the weight was still pending, then right, then still pending."""
+    model, expected, gather = in_flight()
     with mock.patch.object(gather, "_wait", side_effect=RuntimeError("not now")):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="not now"):
@@ -115,7 +115,7 @@ def test_a_wait_that_raises_is_tried_again(ranks):
 
 
 def communicated(name: str) -> list[bool]:
-    """The program's own collectives read the parameter itself."""
+    """Run a collective of the program on a pending parameter; return its states before and after, and the result."""
     collectives = {
         "all_reduce": lambda p: (dist.all_reduce(p, dist.ReduceOp.MAX), p)[1],
         "broadcast": lambda p: (dist.broadcast(p, 0), p)[1],
@@ -126,7 +126,7 @@ def communicated(name: str) -> list[bool]:
     }
     param = nn.Parameter(torch.arange(7.0))
     gather = AllGatherBucket([param], group())
-    forget_the_others([param])
+    overwrite_shards_of_peers([param])
     with entrances(), torch.no_grad():
         assert gather.start_all_gather() == ""
         return [
@@ -137,19 +137,19 @@ def communicated(name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
-def test_collectives_of_the_program_read_what_was_gathered(ranks, name):
+def test_collectives_of_the_program_read_gathered_parameters(ranks, name):
     assert ranks(2)(communicated, name) == [[True, True, False]] * 2
 
 
 def refused() -> list[Any]:
-    """What cannot be pending is gathered at once, on this rank alone; the others go on."""
+    """Gather a parameter that cannot be pending on rank 0, because an alias exists there; its peer continues."""
     model = nn.Linear(6, 6)
     dist.broadcast(model.weight.data, 0)
     expected = model.weight.detach().clone()
     gather = AllGatherBucket([model.weight], group())
-    quiet([model.weight])
+    await_release([model.weight])
     alias = model.weight.detach() if dist.get_rank() == 0 else None
-    forget_the_others([model.weight])
+    overwrite_shards_of_peers([model.weight])
     reason = gather.start_all_gather()
     found = [
         reason,
@@ -157,34 +157,35 @@ def refused() -> list[Any]:
         alias is None or torch.equal(alias, expected),
         bool(PENDING),
     ]
-    gather.finish_all_gather()  # or the next case in this process would have a pending parameter
+    # Otherwise the next case in this process would have a pending parameter.
+    gather.finish_all_gather()
     return found
 
 
-def let_go_at_once() -> list[Any]:
-    """Somebody else, such as gloo's thread, shares a parameter's memory as it is looked at, and not a moment later."""
+def released_at_once() -> list[Any]:
+    """Gather while a thread, such as that of gloo, holds an alias at the check and releases it immediately."""
     model = nn.Linear(8, 8)
     expected = model.weight.detach().clone()
     gather = AllGatherBucket(list(model.parameters()), group())
-    quiet(gather._params)
-    forget_the_others(gather._params)
+    await_release(gather._params)
+    overwrite_shards_of_peers(gather._params)
     counted, extra = pending_param.count_sole_references, [1]
     pending_param.count_sole_references = lambda: counted() - (extra.pop() if extra else 0)
     try:
         if dist.get_rank() == 0:
-            time.sleep(LATE)
+            time.sleep(LATE_S)
         reason = gather.start_all_gather()
     finally:
         pending_param.count_sole_references = counted
     return [reason, torch.equal(model.weight.data, expected), bool(PENDING)]
 
 
-def test_who_lets_go_of_a_parameter_in_a_moment_is_still_waited_for(ranks):
-    for result in ranks(2)(let_go_at_once):
+def test_a_parameter_with_an_alias_at_the_check_is_gathered_immediately(ranks):
+    for result in ranks(2)(released_at_once):
         assert result == ["other tensors share its memory", True, False]
 
 
-def test_a_shared_memory_is_gathered_at_once(ranks):
+def test_a_parameter_with_shared_memory_is_gathered_immediately(ranks):
     first, second = ranks(2)(refused)
     assert first == ["other tensors share its memory", False, True, False]
     assert second == ["", True, True, True]
@@ -200,9 +201,9 @@ def scripted(wrapped: bool) -> list[Any]:
         wrapper = DistributedDataParallel(model) if wrapped else None
         gather.start_all_gather()
         gather.finish_all_gather()
-        quiet(list(model.parameters()))
+        await_release(list(model.parameters()))
         compiled = make(model)
-        forget_the_others(list(model.parameters()))
+        overwrite_shards_of_peers(list(model.parameters()))
         reason = gather.start_all_gather()
         found.append((reason, torch.equal(compiled.forward(torch.ones(1, 6)), expected)))
         del compiled, wrapper
@@ -210,7 +211,7 @@ def scripted(wrapped: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_scripted_module_is_gathered_at_once(ranks, wrapped):
+def test_a_scripted_module_is_gathered_immediately(ranks, wrapped):
     for result in ranks(2)(scripted, wrapped):
         assert result == [("a graph or a scripted module holds it", True)] * 2
 

@@ -33,13 +33,14 @@ def lives() -> list[bool]:
     again = group_state(first).get_or_create((Kept, "free"), Kept) is free
     both = [value for _, value in group_values(Kept)] == [tied, free]
     dist.destroy_process_group(first)
-    gone = weakref.ref(first)
+    first_ref = weakref.ref(first)
     group_state(second).get_or_create(Kept, lambda: Kept(second), keeps_group=True)
     only_free = [value for _, value in group_values(Kept, first)] == [free]
     found = [again, both, is_destroyed(first), only_free]
-    first = tied = None  # the last references
+    # These are the last references.
+    first = tied = None
     gc.collect()
-    found += [gone() is None, [owner for owner, _ in group_values(Kept)] == [second]]
+    found += [first_ref() is None, [owner for owner, _ in group_values(Kept)] == [second]]
     drop_values(Kept)
     return [*found, not group_values(Kept)]
 
@@ -54,33 +55,34 @@ class Unhashable:
         return True
 
 
-def test_values_end_with_their_object_whatever_it_is_equal_to():
-    one, other = Unhashable(), Unhashable()
+def test_values_end_with_their_object_even_if_all_objects_are_equal():
+    first, second = Unhashable(), Unhashable()
     before = len(lifetimes._object_values)
-    attached_values(one)["name"] = 1
-    attached_values(other)["name"] = 2
-    attached_values(other)["other name"] = 3
-    assert attached_values(one) == {"name": 1}
-    assert [(owner is one, value) for owner, value in find_owners("name")] == [
+    attached_values(first)["name"] = 1
+    attached_values(second)["name"] = 2
+    attached_values(second)["other name"] = 3
+    assert attached_values(first) == {"name": 1}
+    assert [(owner is first, value) for owner, value in find_owners("name")] == [
         (True, 1),
         (False, 2),
     ]
-    del one
+    del first
     assert [value for _, value in find_owners("name")] == [2]
     assert len(lifetimes._object_values) == before + 1
-    del other
+    del second
     assert (find_owners("other name"), len(lifetimes._object_values)) == ([], before)
 
 
-def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist():
+def test_a_forked_child_calls_the_functions_of_objects_that_still_exist():
     reader, writer = os.pipe()
     before = len(lifetimes._after_fork_functions)
-    kept, gone = Kept(), Kept()
-    kept.text, gone.text = b"kept", b"gone"
-    for owner in (kept, gone):  # no function may reference its owner, which would live for ever
+    kept, freed = Kept(), Kept()
+    kept.text, freed.text = b"kept", b"freed"
+    for owner in (kept, freed):
+        # A function that references its owner would keep it forever.
         call_after_fork(owner, lambda found: os.write(writer, found.text))
     del owner
-    del gone
+    del freed
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -88,7 +90,7 @@ def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist(
     assert os.read(reader, 16) == b"kept"
     del kept
     assert len(lifetimes._after_fork_functions) == before, (
-        "later forks would write into this pipe's number"
+        "later forks would write to the number of this pipe"
     )
     os.close(reader)
     os.close(writer)
@@ -107,26 +109,26 @@ def forked() -> list[bool]:
     return found
 
 
-def test_a_fork_knows_that_it_is_one(ranks):
+def test_a_fork_is_detected(ranks):
     assert ranks(2)(forked) == [[False, True]] * 2
 
 
 def agreements() -> tuple[int, list[str]]:
-    group, asked = dist.new_group(), []
+    group, calls = dist.new_group(), []
 
     def terms() -> dict[str, int]:
-        asked.append(1)
+        calls.append(1)
         return {"a": 1}
 
     for key in (1, 1, 2, 1):
         check_consistent_once(group, "topic", key, terms, remedy="")
-    return len(asked), [agree_on_name(group, "name", timeout_s=20) for _ in range(2)]
+    return len(calls), [agree_on_name(group, "name", timeout_s=20) for _ in range(2)]
 
 
-def test_ranks_agree_once_per_key_and_on_names_of_their_own(ranks):
-    (count, names), (_, others) = ranks(2)(agreements)
+def test_ranks_agree_once_per_key_and_on_unique_names(ranks):
+    (count, names), (_, names_of_peer) = ranks(2)(agreements)
     assert count == 2
-    assert names == others
+    assert names == names_of_peer
     assert len(set(names)) == 2
 
 

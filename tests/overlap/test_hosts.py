@@ -12,7 +12,7 @@ from ovpatch.overlap.comm.hosts import HostGroups, HostLayout
 
 
 class FakeWork:
-    """A collective that is over when the test says so, or when somebody waits for it."""
+    """A collective that ends when the test sets its flag, or when it is waited on."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.is_over = False
@@ -47,7 +47,7 @@ class Reductions:
         return self.groups.start([lambda number=number: stage(number) for number in range(3)])
 
 
-def test_a_stage_starts_when_the_last_one_is_over_but_never_before_that_of_an_earlier_reduction():
+def test_a_stage_starts_after_the_stage_before_it_and_after_that_stage_of_earlier_reductions():
     reductions = Reductions()
     reductions.start("a")
     reductions.start("b")
@@ -68,7 +68,7 @@ def test_a_stage_starts_when_the_last_one_is_over_but_never_before_that_of_an_ea
     assert not reductions.groups._started
 
 
-def test_a_wait_starts_what_it_needs_and_no_later_reduction():
+def test_a_wait_starts_its_own_stages_and_no_stage_of_a_later_reduction():
     reductions = Reductions()
     first = reductions.start("a")
     reductions.start("b")

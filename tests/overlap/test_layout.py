@@ -1,4 +1,4 @@
-"""How parameters are cut into buckets."""
+"""The assignment of parameters to buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def layout(
     )
 
 
-def cut(buckets: list[Bucket]) -> list[list[int]]:
+def list_indices(buckets: list[Bucket]) -> list[list[int]]:
+    """Return the indices of each bucket, whose parameters must have one dtype."""
     for bucket in buckets:
         assert len({param.dtype for param in bucket.params}) == 1
     return [list(bucket.indices) for bucket in buckets]
@@ -34,25 +35,25 @@ def cut(buckets: list[Bucket]) -> list[list[int]]:
 
 def test_without_an_order_there_is_one_bucket_per_dtype():
     made = layout([F32, F64, F32] * 3).assign_initial(bucketed=False)
-    assert sorted(cut(made)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
+    assert sorted(list_indices(made)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
 
 
-def test_sizes_cut_in_reverse_registration_order():
-    assert cut(layout([F32] * 5, limits=(400, 800)).assign_initial(bucketed=True)) == [
+def test_buckets_by_size_in_reverse_registration_order():
+    assert list_indices(layout([F32] * 5, limits=(400, 800)).assign_initial(bucketed=True)) == [
         [3, 4],
         [1, 2],
         [0],
     ]
     made = layout([F32, F64, F32] * 3, limits=(400,)).assign_initial(bucketed=True)
-    assert sorted(i for group in cut(made) for i in group) == list(range(9))
+    assert sorted(i for group in list_indices(made) for i in group) == list(range(9))
     assert max(bucket.nbytes for bucket in made) <= 800
 
 
-def test_sizes_cut_along_the_order_of_arrival():
+def test_buckets_by_size_along_the_order_of_arrival():
     order = [8, 0, 7, 1, 6, 2, 5, 3, 4]
-    whole = layout([F32, F64, F32] * 3)
-    assert sorted(cut(whole.assign_along(order))) == [[7, 1, 4], [8, 0, 6, 2, 5, 3]]
-    assert cut(layout([F32] * 9, limits=(400, 800)).assign_along(order)) == [
+    unlimited = layout([F32, F64, F32] * 3)
+    assert sorted(list_indices(unlimited.assign_along(order))) == [[7, 1, 4], [8, 0, 6, 2, 5, 3]]
+    assert list_indices(layout([F32] * 9, limits=(400, 800)).assign_along(order)) == [
         [8],
         [0, 7],
         [1, 6],
@@ -68,7 +69,10 @@ def test_one_bucket_per_module_and_dtype():
         made.assign_initial(bucketed=False),
         made.assign_along(list(range(9))),
     ):
-        assert sorted(sorted(group) for group in cut(buckets)) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
+        assert sorted(sorted(group) for group in list_indices(buckets)) == [
+            [0, 2, 3, 5, 6, 8],
+            [1, 4, 7],
+        ]
 
 
 def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
@@ -81,10 +85,10 @@ def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
         "head.weight",
     ]
     made = layout([F32] * 6, limits=(1,), granularity="layer", names=names)
-    assert cut(made.assign_initial(bucketed=True)) == [[5], [4, 3], [2, 1], [0]]
-    assert cut(made.assign_along([5, 4, 2, 3, 0, 1])) == [[5], [4, 3], [0], [2, 1]]
+    assert list_indices(made.assign_initial(bucketed=True)) == [[5], [4, 3], [2, 1], [0]]
+    assert list_indices(made.assign_along([5, 4, 2, 3, 0, 1])) == [[5], [4, 3], [0], [2, 1]]
     mixed = layout([F32, F32, F64, F32, F32, F32], granularity="layer", names=names)
-    assert cut(mixed.assign_along([5, 4, 3, 2, 1, 0])) == [[5], [4, 3], [2], [1], [0]]
+    assert list_indices(mixed.assign_along([5, 4, 3, 2, 1, 0])) == [[5], [4, 3], [2], [1], [0]]
 
 
 @pytest.mark.parametrize(
@@ -102,12 +106,12 @@ def test_one_bucket_per_layer_at_the_place_where_its_last_gradient_comes():
         ("a3b.0x.weight", "a3b.0x"),
     ],
 )
-def test_the_get_layer_a_parameter(name, layer):
+def test_the_layer_of_a_parameter(name, layer):
     assert get_layer(name) == layer
 
 
 @pytest.mark.parametrize("granularity", ["size", "layer", "module"])
-def test_a_sparse_gradient_has_a_bucket_of_its_own(granularity):
+def test_a_sparse_gradient_has_its_own_bucket(granularity):
     made = layout(
         [F32] * 4,
         granularity=granularity,
@@ -126,7 +130,7 @@ def test_a_sparse_gradient_has_a_bucket_of_its_own(granularity):
 
 
 @pytest.mark.parametrize("granularity", ["size", "layer", "module"])
-def test_half_precision_alone_is_widened(granularity):
+def test_only_low_precision_buckets_are_widened(granularity):
     made = layout([F32, F16, BF16, F64, torch.complex64], granularity=granularity, in_fp32=True)
     buckets = {bucket.indices[0]: bucket for bucket in made.assign_along(list(range(5)))}
     assert [buckets[i].dtype for i in range(5)] == [F32, F32, F32, F64, torch.complex64]
@@ -136,48 +140,68 @@ def test_half_precision_alone_is_widened(granularity):
 
 
 def mixed_sizes(
-    large: set[int], dtypes: list[torch.dtype], company: int, **more: object
+    large: set[int], dtypes: list[torch.dtype], min_small_bytes: int, **more: object
 ) -> list[list[int]]:
-    """Cut parameters of 100 elements, of which some are large and scattered, one bucket for every two."""
+    """Assign parameters of 100 elements, of which some are large and sharded, to buckets of two."""
     sharder = GradSharder()
     sharder.sharded = frozenset(large)
-    one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
-    with mock.patch.object(bucket_assignment, "_MIN_SMALL_BYTES", company):
-        return cut(one.assign_along(range(len(dtypes))))
+    assignment = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
+    with mock.patch.object(bucket_assignment, "_MIN_SMALL_BYTES", min_small_bytes):
+        return list_indices(assignment.assign_along(range(len(dtypes))))
 
 
-def test_small_gradients_beside_scattered_ones_wait_for_company():
-    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=0) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [
+def test_small_gradients_among_sharded_ones_are_collected_into_larger_buckets():
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, min_small_bytes=0) == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, min_small_bytes=sys.maxsize) == [
         [0],
         [2],
         [4],
         [1, 3, 5, 6, 7],
     ]
-    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=800) == [[0], [1, 2, 3], [4], [5, 6, 7]]
-    assert mixed_sizes({0, 6}, [F32] * 8, company=sys.maxsize) == [[0], [1, 2, 3, 4, 5, 6, 7]], (
-        "empty ones are none"
-    )
-    assert mixed_sizes(set(), [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]], (
-        "stock's cuts"
-    )
+    assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, min_small_bytes=800) == [
+        [0],
+        [1, 2, 3],
+        [4],
+        [5, 6, 7],
+    ]
+    assert mixed_sizes({0, 6}, [F32] * 8, min_small_bytes=sys.maxsize) == [
+        [0],
+        [1, 2, 3, 4, 5, 6, 7],
+    ], "there are no empty buckets"
+    assert mixed_sizes(set(), [F32] * 8, min_small_bytes=sys.maxsize) == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ], "the buckets of stock PyTorch"
 
 
-def test_small_gradients_wait_for_their_like():
-    """Those of another dtype, and sparse ones, are buckets of their own; large ones that are not cut stay."""
+def test_small_gradients_are_collected_by_kind():
+    """Check that small gradients of another dtype and sparse ones have other buckets, and unsharded large ones stay."""
     dtypes = [F32, F32, F64, F32, F32, F64, F32, F32]
-    assert mixed_sizes({0, 3, 4, 7}, dtypes, company=0) == [[0, 1], [2], [3, 4], [5], [6, 7]]
-    assert mixed_sizes({0, 3, 4, 7}, dtypes, company=sys.maxsize) == [
+    assert mixed_sizes({0, 3, 4, 7}, dtypes, min_small_bytes=0) == [
+        [0, 1],
+        [2],
+        [3, 4],
+        [5],
+        [6, 7],
+    ]
+    assert mixed_sizes({0, 3, 4, 7}, dtypes, min_small_bytes=sys.maxsize) == [
         [0],
         [3, 4],
         [2, 5],
         [1, 6, 7],
     ]
     sparse = [i == 1 for i in range(8)]
-    found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize, sparse=sparse)
+    found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, min_small_bytes=sys.maxsize, sparse=sparse)
     assert found == [[0, 2], [1], [4], [6], [3, 5, 7]]
     with mock.patch.object(bucket_assignment, "SMALL_NUMEL", 10):
-        assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [
+        assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, min_small_bytes=sys.maxsize) == [
             [0, 1],
             [2, 3],
             [4, 5],

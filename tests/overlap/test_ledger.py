@@ -54,7 +54,7 @@ def opened() -> Owner:
     return owner
 
 
-def test_one_mark_completes_a_parameter_and_open_starts_anew():
+def test_one_mark_completes_a_parameter_and_each_backward_starts_over():
     owner = Owner()
     for _ in range(2):
         owner.begin()
@@ -66,7 +66,7 @@ def test_one_mark_completes_a_parameter_and_open_starts_anew():
     assert owner.complete == [1, 0, 2] * 2
 
 
-def test_gradients_have_only_to_be_counted_if_each_gets_one_contribution():
+def test_readiness_is_simple_if_each_gradient_gets_one_contribution():
     owner = Owner()
     readiness = owner.readiness
     assert not readiness.is_simple, "no backward has begun"
@@ -92,9 +92,8 @@ def test_a_declared_parameter_may_get_nothing_more_from_autograd_once_it_is_comp
     owner = opened()
     expect_gradients(owner.params[0], 1)
     mark_gradient(owner.params[0], "chunk 0")
-    owner.fire(
-        0, adds=False
-    )  # the chunked function returns None for the weight, and the hook still fires
+    # The chunked function returns None for the weight, but the hook fires.
+    owner.fire(0, adds=False)
     with pytest.raises(SurplusGradientError, match=r"'p0'.*autograd hook.*weights nowhere else"):
         owner.fire(0)
 
@@ -126,18 +125,19 @@ def test_there_is_at_least_one_mark(marks):
         expect_gradients(owner.params[0], marks)
 
 
-def test_of_several_owners_each_is_told():
+def test_marks_reach_all_reducers_of_a_parameter():
     first = opened()
-    second = Owner(params=first.params)  # not open: its model is not the one whose backward runs
+    # The second reducer has no backward, because its model is not in use.
+    second = Owner(params=first.params)
     expect_gradients(first.params[0], 1)
     mark_gradient(first.params[0], "chunk 0")
     assert (first.complete, second.complete) == ([0], [])
 
 
-def test_parameters_that_nobody_counts_need_no_marks():
-    stranger = nn.Parameter(torch.zeros(1))
-    assert not expect_gradients(stranger, 2)
-    mark_gradient(stranger, "chunk 0")
+def test_parameters_without_a_reducer_need_no_marks():
+    param = nn.Parameter(torch.zeros(1))
+    assert not expect_gradients(param, 2)
+    mark_gradient(param, "chunk 0")
 
 
 def test_a_reducer_is_held_weakly():

@@ -1,4 +1,4 @@
-"""Counts of references, and the AccumulateGrad node that holds one while its hooks run."""
+"""Counts of references, and the AccumulateGrad node that holds a reference while its hooks run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_alias_counts_and_is_forgotten_with_its_last_user():
     assert count_storage_references(tensor) == count_sole_references()
 
 
-def test_the_yardstick_does_not_depend_on_where_it_is_taken():
+def test_the_count_of_a_sole_reference_does_not_depend_on_the_mode():
     count_sole_references.cache_clear()
     with torch.inference_mode():
         inside = count_sole_references()
@@ -61,12 +61,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_dense_means_each_place_once(name):
+def test_a_dense_tensor_uses_each_place_of_its_memory_once(name):
     make, dense = LAYOUTS[name]
     assert is_dense(make()) is dense
 
 
-def test_layouts_differ_where_memory_does():
+def test_layouts_differ_only_if_the_order_in_memory_differs():
     for shape in [(3, 4), (2, 0, 3), (), (5, 1)]:
         assert compute_contiguous_strides(torch.Size(shape)) == torch.empty(shape).stride()
     assert has_same_layout(torch.zeros(3, 4), (4, 1))
@@ -75,19 +75,25 @@ def test_layouts_differ_where_memory_does():
 
 
 class Packer:
-    """Packs a bucket from the hook of its last parameter's AccumulateGrad node, as the reducer does."""
+    """A bucket that is packed in the hook of the AccumulateGrad node of its last parameter, as by the reducer.
 
-    def __init__(self, given: list[nn.Parameter], last: int, *, tell: bool = True) -> None:
-        self.params, self.pieces, self._tell = given, [], tell
+    Args:
+        given: The parameters.
+        last: The index of the last parameter.
+        passes_grad: Whether the bucket gets the gradient that the node still holds.
+    """
+
+    def __init__(self, given: list[nn.Parameter], last: int, *, passes_grad: bool = True) -> None:
+        self.params, self.pieces, self._passes_grad = given, [], passes_grad
         self.bucket = GradBucket(range(len(given)), given, flat_below=ALONE)
         self._node: Any = given[last].view_as(given[last]).grad_fn.next_functions[0][0]
         self._node.register_hook(self._fire)
 
     def _fire(self, _results: Any, gradients: Any) -> None:
-        self.pieces = self.bucket.pack(2, node_grad=gradients[0] if self._tell else None)
+        self.pieces = self.bucket.pack(2, node_grad=gradients[0] if self._passes_grad else None)
 
-    def where(self) -> list[bool]:
-        """Tell which gradients were packed in place, and check what they were."""
+    def packed_in_place(self) -> list[bool]:
+        """Return for each gradient whether it was packed in its own memory."""
         return [
             address(piece) == address(p.grad)
             for piece, p in zip(self.pieces, self.params, strict=True)
@@ -95,7 +101,7 @@ class Packer:
 
 
 def run_backward(given: list[nn.Parameter]) -> None:
-    """The engine visits the last parameter last."""
+    """Run a backward in which the engine visits the last parameter last."""
     x = torch.ones(SHAPE)
     for param in reversed(given):
         x = torch.tanh(x * param)
@@ -109,14 +115,14 @@ def test_the_last_gradient_of_a_bucket_is_reduced_in_place_from_its_own_hook(bef
         run_backward(given)
     packer = Packer(given, 1)
     run_backward(given)
-    assert packer.where() == [True, True]
+    assert packer.packed_in_place() == [True, True]
 
 
-def test_without_being_told_which_node_runs_a_stolen_gradient_would_be_copied():
+def test_without_the_gradient_of_the_running_node_a_stolen_gradient_is_copied():
     given = params(SHAPE, SHAPE)
-    packer = Packer(given, 1, tell=False)
+    packer = Packer(given, 1, passes_grad=False)
     run_backward(given)
-    assert packer.where() == [True, False]
+    assert packer.packed_in_place() == [True, False]
 
 
 @pytest.mark.parametrize("before", ["stolen", "accumulated"])
@@ -128,13 +134,13 @@ def test_an_alias_is_seen_from_the_hook_as_well(before):
     given[0].register_post_accumulate_grad_hook(lambda p: aliases.append(p.grad.view(-1)))
     packer = Packer(given, 0)
     run_backward(given)
-    assert packer.where() == [False]
+    assert packer.packed_in_place() == [False]
     assert len(aliases) == 1
 
 
 @pytest.mark.parametrize("before", ["stolen", "accumulated"])
 def test_memory_that_two_leaves_share_is_not_reduced_in_place_from_the_hook_of_one(before):
-    """The other leaf's gradient is still to be added to it."""
+    """Check two leaves with one memory: the gradient of the second leaf is added to it later."""
     given = params((4, 6), (6, 4))
 
     def run() -> None:
@@ -142,13 +148,15 @@ def test_memory_that_two_leaves_share_is_not_reduced_in_place_from_the_hook_of_o
 
     if before == "accumulated":
         run()
-        assert address(given[0].grad) == address(given[1].grad), "the case that this test is about"
+        assert address(given[0].grad) == address(given[1].grad), (
+            "the gradients do not share memory, so the test shows nothing"
+        )
     packers = [Packer([param], 0) for param in given]
     run()
-    assert [packer.where() for packer in packers] == [[False], [False]]
+    assert [packer.packed_in_place() for packer in packers] == [[False], [False]]
 
 
-def test_the_engine_takes_products_themselves_with_hooks_and_adds_further_ones():
+def test_deferred_gradients_run_hooks_and_are_not_copied():
     weight, bias = params((4, 3), (4,))
     seen: list[tuple[int, ...]] = []
     first = 0
@@ -158,20 +166,20 @@ def test_the_engine_takes_products_themselves_with_hooks_and_adds_further_ones()
         first = first or held[1].data_ptr()
         with torch.no_grad():
             accumulate_deferred([([weight, bias], lambda held=held: [held.pop(), held.pop()])])
-        assert weight.grad.data_ptr() == first, "it was copied"
+        assert weight.grad.data_ptr() == first, "the gradient was copied"
         assert weight.grad.eq(3 * step).all()
         assert bias.grad.eq(2 * step).all()
     assert seen == [(4, 3)] * 2
 
 
-def test_products_come_one_after_the_other_in_order_and_free_what_they_keep():
+def test_deferred_gradients_are_computed_sequentially_and_free_their_inputs():
     first, second = params((4, 3), (3, 2))
     order: list[str] = []
     kept = [torch.ones(4, 3), torch.ones(3, 2)]
-    freed = [weakref.ref(one) for one in kept]
+    kept_refs = [weakref.ref(tensor) for tensor in kept]
 
     def compute(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        order.append(f"{name}, {sum(one() is None for one in freed)} freed")
+        order.append(f"{name}, {sum(ref() is None for ref in kept_refs)} freed")
         return [tensor * 2]
 
     for name, param in (("first", first), ("second", second)):

@@ -1,4 +1,4 @@
-"""DTensors that stand in the places of stale parameters: who reads them gets the true values, whichever way."""
+"""DTensors that torch puts into modules instead of stale parameters: every way to read them returns the true values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from tests.overlap.stale import Stale, entrances
 from tests.support.errors import error_of
 
 SIZE = 4
+HELD_BY_GRAPH = "a graph holds the DTensor in its place"
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Note views as a feature would."""
+    """Record views of parameters, like a feature."""
     patches = PatchManager()
     target = f"{over_meshes.__name__}._unflatten_tensor"
     patches.register_patch(target, wrap=wrap_unflatten, feature="views", why="tests")
@@ -44,7 +45,7 @@ def noted() -> Iterator[None]:
 
 
 def trained() -> tuple[nn.Module, nn.Parameter, DTensor]:
-    """Return a linear over a mesh behind its first step, its weight, and what stands in its place."""
+    """Return a linear over a mesh after its first step, its weight, and the DTensor that replaces the weight."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     linear = nn.Linear(SIZE, 2 * SIZE, bias=False)
@@ -78,8 +79,9 @@ def called(view: Any, x: Any) -> Tensor:
     return torch.func.functional_call(module, {"weight": view}, (x,))
 
 
-def unasked(view: Any, x: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():  # as within another tensor's __torch_function__
+def without_torch_function(view: Any, x: Any) -> Any:
+    # The same state holds inside of the __torch_function__ of another tensor.
+    with torch._C.DisableTorchFunctionSubclass():
         return F.linear(x, view)
 
 
@@ -99,7 +101,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "autograd.Function": lambda view, x: Reads.apply(view),
     "functional_call": lambda view, x: called(view, x),
     "torch.save": lambda view, x: saved(view),
-    "linear, class not asked": unasked,
+    "linear, without __torch_function__": without_torch_function,
 }
 
 
@@ -108,8 +110,8 @@ def plain(value: Any) -> Tensor:
     return value.detach().clone()
 
 
-def let_go(weight: nn.Parameter) -> None:
-    """Wait until the threads of the last collective have let go of its tensors."""
+def await_release(weight: nn.Parameter) -> None:
+    """Wait until the threads of the last collective have released its tensors."""
     deadline = time.monotonic() + 60
     while reason := mark_pending([weight], lambda: None):
         gc.collect()
@@ -119,7 +121,7 @@ def let_go(weight: nn.Parameter) -> None:
 
 
 def read() -> dict[str, Any]:
-    """Return what each reader finds, of true values and of stale ones, and how often that settled."""
+    """Return the results of each reader before and after the parameter was stale, and the number of waits."""
     found = {}
     with noted():
         linear, weight, view = trained()
@@ -128,14 +130,14 @@ def read() -> dict[str, Any]:
         )
         for name, reader in READERS.items():
             true = plain(reader(view, x))
-            let_go(weight)
+            await_release(weight)
             stale = Stale([weight]).mark()
             assert type(view) is not DTensor
             value = plain(reader(view, x))
             assert type(view) is DTensor
             assert not is_pending(weight)
             found[name] = (true, value, stale.settled)
-        let_go(weight)
+        await_release(weight)
         stale = Stale([weight]).mark()
         weight.sum()
         found["the parameter itself"] = (
@@ -143,7 +145,7 @@ def read() -> dict[str, Any]:
             view.to_local().sum().detach(),
             stale.settled,
         )
-        let_go(weight)
+        await_release(weight)
         stale = Stale([weight]).mark()
         true = linear.weight._local_tensor.clone()
         found["a module's call"] = (
@@ -154,14 +156,14 @@ def read() -> dict[str, Any]:
     return found
 
 
-def test_who_reads_the_dtensor_gets_true_values(ranks):
+def test_readers_of_the_dtensor_get_true_values(ranks):
     for found in ranks(2)(read):
         for name, (true, value, settled) in found.items():
             assert torch.equal(true, value), name
             assert settled == 1, name
 
 
-def asked() -> list[Any]:
+def metadata() -> list[Any]:
     with noted():
         _, weight, view = trained()
         stale = Stale([weight]).mark()
@@ -183,10 +185,10 @@ def asked() -> list[Any]:
         ]
 
 
-def test_who_asks_for_its_form_does_not_settle(ranks):
-    for *form, is_one, settled, still, _, plainly in ranks(2)(asked):
+def test_reads_of_metadata_do_not_wait(ranks):
+    for *form, is_dtensor, settled, was_pending, _, is_plain in ranks(2)(metadata):
         assert form == [torch.Size([2 * SIZE, SIZE]), torch.float32, (Shard(0),), 2, True, False]
-        assert (is_one, settled, still, plainly) == (True, 0, True, True)
+        assert (is_dtensor, settled, was_pending, is_plain) == (True, 0, True, True)
 
 
 def refused() -> list[str]:
@@ -207,39 +209,40 @@ def refused() -> list[str]:
             gc.collect()
         mark_ready([weight])
         assert type(view) is DTensor
-    with entrances():  # whose views nobody has noted
+    # Here no feature has recorded the view.
+    with entrances():
         _, weight, view = trained()
         reasons.append(mark_pending([weight], nothing, owners=3))
         return [*reasons, str(find_dtensor(weight))]
 
 
-def test_a_view_that_others_hold_cannot_be_pending(ranks):
+def test_a_view_that_other_code_holds_cannot_be_pending(ranks):
     shared = "other tensors share its memory"
-    for detached, local, graph, none, unnoted, view in ranks(2)(refused):
-        assert detached == unnoted == shared
-        assert local in (shared, "a graph holds the DTensor in its place")
-        assert graph == "a graph holds the DTensor in its place"
+    for detached, local, graph, none, unrecorded, view in ranks(2)(refused):
+        assert detached == unrecorded == shared
+        assert local in (shared, HELD_BY_GRAPH)
+        assert graph == HELD_BY_GRAPH
         assert (none, view) == ("", "None")
 
 
 def noted_again() -> list[bool]:
-    """Another DTensor is made over a parameter while the first one is pending with it."""
+    """Make a second DTensor over a parameter while the first one is pending with it."""
     with noted():
         _, weight, view = trained()
-        let_go(weight)
+        await_release(weight)
         stale = Stale([weight]).mark()
-        other = over_meshes._unflatten_tensor(weight, view._spec)
-        found = [type(view) is DTensor, stale.settled == 1, find_dtensor(weight) is other]
+        second = over_meshes._unflatten_tensor(weight, view._spec)
+        found = [type(view) is DTensor, stale.settled == 1, find_dtensor(weight) is second]
     return found
 
 
-def test_a_pending_view_is_plain_once_there_is_another(ranks):
+def test_a_pending_view_is_plain_once_a_second_view_is_made(ranks):
     assert ranks(2)(noted_again) == [[True] * 3] * 2
 
 
 class Broken:
     def settle(self) -> None:
-        raise RuntimeError("the peer is gone")
+        raise RuntimeError("the peer has exited")
 
 
 def lost() -> list[str]:
@@ -247,7 +250,7 @@ def lost() -> list[str]:
         _, weight, view = trained()
         broken = Broken()
         assert not mark_pending([weight], broken.settle, owners=3)
-        mark_lost([weight], broken.settle, RuntimeError("time-out"))
+        mark_lost([weight], broken.settle, RuntimeError("timeout"))
         found = [error_of(view.to_local), error_of(view.sum)]
         del broken
         found.append(error_of(view.to_local))
@@ -255,11 +258,11 @@ def lost() -> list[str]:
         return [*found, error_of(view.to_local)]
 
 
-def test_values_that_did_not_come_are_an_error_for_its_readers(ranks):
-    for local, summed, gone, unmarked in ranks(2)(lost):
-        assert local == summed == "the peer is gone"
+def test_values_that_did_not_arrive_are_an_error_for_readers(ranks):
+    for local, summed, without_source, unmarked in ranks(2)(lost):
+        assert local == summed == "the peer has exited"
         assert (
-            gone
-            == "ovpatch: the values of this parameter did not arrive after optimizer.step(): time-out"
+            without_source
+            == "ovpatch: the values of this parameter did not arrive after optimizer.step(): timeout"
         )
         assert unmarked == "no error"

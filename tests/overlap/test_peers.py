@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
+from tests.overlap.test_collectives import group
 
 DTYPES = [
     torch.float32,
@@ -34,10 +35,6 @@ DTYPES = [
 ]
 
 
-def group() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
-
-
 def meeting() -> PeerRpc:
     peers = PeerRpc.for_group(group())
     dist.barrier()
@@ -56,7 +53,7 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 
 def samples(rank: int) -> list[torch.Tensor]:
-    """Every dtype with all its bytes, in three shapes, and views that are not plain memory."""
+    """Return tensors of every dtype in three shapes, with all bytes of the dtype, and views that have gaps."""
     found = []
     for dtype in DTYPES:
         memory = torch.arange(rank, rank + 24 * dtype.itemsize, dtype=torch.uint8)
@@ -92,7 +89,7 @@ def all_kinds() -> None:
     dist.barrier()
 
 
-def test_all_dtypes_and_shapes_arrive_as_they_are(ranks):
+def test_all_dtypes_and_shapes_arrive_unchanged(ranks):
     ranks(2)(all_kinds)
 
 
@@ -105,22 +102,22 @@ def bulk() -> None:
     dist.barrier()
 
 
-def test_64_megabytes_both_ways_at_once(ranks):
+def test_64_megabytes_in_both_directions_concurrently(ranks):
     ranks(2)(bulk)
 
 
-def rendezvous_of_answers() -> list[int]:
-    """Rank 0 gets replies only if all peers have received the call before the first replies."""
+def rendezvous_of_replies() -> list[int]:
+    """Call peers that reply only after all of them have received the call."""
     peers = meeting()
     store = dist.distributed_c10d._get_process_group_store(group())
 
-    def answer(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        store.add("asked", 1)
-        while store.add("asked", 0) < 3:
+    def reply(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        store.add("called", 1)
+        while store.add("called", 0) < 3:
             time.sleep(0.005)
         return {}, [torch.tensor(dist.get_rank())]
 
-    peers.register("together", answer)
+    peers.register("together", reply)
     result = []
     if dist.get_rank() == 0:
         replies = peers.call("together", {}, timeout_s=20)
@@ -130,27 +127,27 @@ def rendezvous_of_answers() -> list[int]:
     return result
 
 
-def test_ranks_are_asked_at_the_same_time(ranks):
-    assert ranks(4)(rendezvous_of_answers)[0] == [1, 2, 3]
+def test_ranks_are_called_concurrently(ranks):
+    assert ranks(4)(rendezvous_of_replies)[0] == [1, 2, 3]
 
 
-def asking_during_collectives() -> None:
+def calling_during_collectives() -> None:
     peers = meeting()
     peers.register(
         "double",
         lambda question: ({"double": 2 * question["x"]}, [torch.full((1000,), question["x"])]),
     )
     wrong: list[object] = []
-    asked: list[int] = []
+    calls: list[int] = []
 
-    def keep_asking() -> None:
+    def keep_calling() -> None:
         for x in range(30):
             for header, (tensor,) in peers.call("double", {"x": x}).values():
-                asked.append(x)
+                calls.append(x)
                 if header != {"double": 2 * x} or tensor.tolist() != [x] * 1000:
                     wrong.append(header)
 
-    threads = [threading.Thread(target=keep_asking) for _ in range(2)]
+    threads = [threading.Thread(target=keep_calling) for _ in range(2)]
     for thread in threads:
         thread.start()
     for _ in range(50):
@@ -161,11 +158,11 @@ def asking_during_collectives() -> None:
         thread.join()
     dist.barrier()
     assert not wrong
-    assert len(asked) == 60
+    assert len(calls) == 60
 
 
-def test_both_ask_from_several_threads_while_collectives_run(ranks):
-    ranks(2)(asking_during_collectives)
+def test_ranks_call_each_other_from_several_threads_while_collectives_run(ranks):
+    ranks(2)(calling_during_collectives)
 
 
 def in_subgroups() -> list[int]:
@@ -219,7 +216,7 @@ def blocked() -> None:
     dist.barrier()
 
 
-def test_answers_that_block_do_not_hold_up_others(ranks):
+def test_replies_that_block_do_not_delay_other_replies(ranks):
     ranks(2)(blocked)
 
 
@@ -234,20 +231,20 @@ def error_of(peers: PeerRpc, topic: str, **options: Any) -> tuple[str, str]:
 def failing() -> tuple[str, str]:
     peers = meeting()
 
-    def answer(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def reply(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         if dist.get_rank() == 1:
             raise KeyError("layer.7")
         if dist.get_rank() == 2:
             return {}, [torch.eye(2).to_sparse()]
         return {}, []
 
-    peers.register("fails", answer)
+    peers.register("fails", reply)
     found = error_of(peers, "fails") if dist.get_rank() == 0 else ("", "")
     dist.barrier()
     return found
 
 
-def test_an_exception_is_raised_by_who_asked(ranks):
+def test_the_caller_raises_the_exception_of_a_reply(ranks):
     text, cause = ranks(3)(failing)[0]
     assert "rank 1 failed: KeyError: 'layer.7'" in text
     assert "rank 2 failed: TypeError: a torch.sparse_coo tensor" in text
@@ -292,7 +289,7 @@ def test_an_unknown_topic_is_named(ranks):
 
 
 def late_service() -> None:
-    """A topic that is served after it is called, then withdrawn, then served by another handler."""
+    """Serve a topic after it was called, withdraw it, and serve it again with another handler."""
     peers = meeting()
     for value in (1, 2):
         withdraw = None
@@ -307,7 +304,8 @@ def late_service() -> None:
         dist.barrier()
         if withdraw is not None:
             withdraw()
-            withdraw()  # does nothing
+            # A second call does nothing.
+            withdraw()
         dist.barrier()
 
 
@@ -316,16 +314,16 @@ def test_a_topic_may_come_later_and_again(ranks):
 
 
 def hanging() -> tuple[str, float]:
-    """Of three, rank 2 hangs in its handler, and rank 1 has never used PeerRpc."""
+    """Call two peers, of which rank 2 hangs in its handler, and rank 1 has never used PeerRpc; return the error."""
     text, gate = "", threading.Event()
     begin = time.monotonic()
 
-    def answer(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def reply(question: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         gate.wait(30)
         return {}, []
 
     if dist.get_rank() != 1:
-        PeerRpc.for_group(group()).register("hangs", answer)
+        PeerRpc.for_group(group()).register("hangs", reply)
     dist.barrier()
     if dist.get_rank() == 0:
         begin = time.monotonic()
@@ -336,7 +334,7 @@ def hanging() -> tuple[str, float]:
     return text, seconds
 
 
-def test_who_is_late_is_named_with_how_far_it_got(ranks):
+def test_late_ranks_are_named_with_their_progress(ranks):
     text, seconds = ranks(3)(hanging)[0]
     late = r"within 1(\.\d+)? s: rank 1 has not published its address; rank 2 is working on its reply\. Check the"
     assert re.search(late, text), text
@@ -345,23 +343,23 @@ def test_who_is_late_is_named_with_how_far_it_got(ranks):
 
 
 def ended() -> str:
-    """Of two, rank 1 has stopped its server, as if its process had ended."""
+    """Call rank 1 after it has stopped its server, as if its process had exited; return the error."""
     peers, text = meeting(), ""
-    peers.register("answers", lambda question: ({}, []))
+    peers.register("topic", lambda question: ({}, []))
     dist.barrier()
     if dist.get_rank() == 0:
-        peers.call("answers", {})
+        peers.call("topic", {})
     dist.barrier()
     if dist.get_rank() == 1:
         peers._server.close()
     dist.barrier()
     if dist.get_rank() == 0:
-        text, _ = error_of(peers, "answers", timeout_s=20)
+        text, _ = error_of(peers, "topic", timeout_s=20)
     dist.barrier()
     return text
 
 
-def test_of_a_rank_that_has_ended_the_remedy_is_its_own_error(ranks):
+def test_the_remedy_for_a_rank_that_has_exited_names_its_output(ranks):
     text = ranks(2)(ended)[0]
     assert (
         "rank 1 has exited. Look for the first error in the output of the rank that has exited"
@@ -383,7 +381,7 @@ def outside() -> None:
     dist.barrier()
 
 
-def test_ranks_and_questions_are_checked(ranks):
+def test_ranks_and_arguments_are_checked(ranks):
     ranks(2)(outside)
 
 
@@ -405,7 +403,8 @@ def after_destruction() -> None:
         dist.barrier()
         dist.destroy_process_group()
         if name == "second":
-            del held  # the first is still held by somebody
+            # The first group is still referenced.
+            del held
         dist.init_process_group("gloo", store=fresh_store(name), rank=rank, world_size=world)
     with suppress(NameError):
         del held

@@ -1,4 +1,4 @@
-"""Ranks that exit at different times, or by an error."""
+"""Ranks that exit at different times, or with an error."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def done(tmp_path_factory) -> scripts.Result:
 
 @pytest.fixture
 def ends(done) -> dict[str, list[tuple[int, float]]]:
-    """Exit code and seconds of each rank, by case."""
+    """Return the exit code of each rank, and its time in s, by case."""
     return json.loads(done.stdout)
 
 
-def test_nothing_is_said_at_exit_but_by_the_one_that_crashes(done):
+def test_only_the_rank_that_crashes_prints_at_exit(done):
     assert done.stderr.count("Traceback") == 1, done.stderr
     assert "the one that crashes" in done.stderr
 
 
 @pytest.mark.parametrize("case", ["last_is_0", "last_is_2", "two_groups", "children"])
-def test_who_has_finished_still_answers_the_last_one(ends, case):
+def test_a_finished_rank_still_serves_the_last_rank(ends, case):
     assert [code for code, _ in ends[case]] == [0, 0, 0]
 
 
-def test_so_it_does_before_the_group_is_destroyed(ends):
+def test_a_rank_serves_its_peers_before_the_group_is_destroyed(ends):
     assert [code for code, _ in ends["before_destruction"]] == [0, 0, 0]
 
 
@@ -46,16 +46,16 @@ def test_so_it_does_if_the_group_was_destroyed_before(ends):
     assert max(seconds for _, seconds in ends["destroyed_first"]) < 30
 
 
-# Limits are far below the five minutes that a rank waits for one that is alive, and far above what it takes.
+# The limit is far below the five minutes that a rank waits for a live peer, and far above the usual time.
 @pytest.mark.parametrize(
     ("case", "codes"),
     [("one_raises", [0, 1, 0]), ("one_is_killed", [0, -9, 0]), ("first_is_gone", [0, 0, 0])],
 )
-def test_nobody_waits_for_the_dead(ends, case, codes):
+def test_no_rank_waits_for_a_dead_rank(ends, case, codes):
     assert [code for code, _ in ends[case]] == codes
     assert max(seconds for _, seconds in ends[case]) < 30
 
 
-def test_nobody_waits_where_nothing_was_served_or_asked(ends):
-    first, sleeper, last = (seconds for _, seconds in ends["never_meant_it"])
+def test_no_rank_waits_if_no_call_was_made(ends):
+    first, sleeper, last = (seconds for _, seconds in ends["never_used"])
     assert max(first, last) < sleeper

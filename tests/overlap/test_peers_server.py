@@ -47,7 +47,8 @@ def directory(monkeypatch):
     group, store = Group(), dist.HashStore()
     monkeypatch.setattr(client, "group_store", lambda found: store)
     found = Endpoints(group)
-    found.group = group  # it holds it weakly
+    # The directory holds the group weakly.
+    found.group = group
     return found
 
 
@@ -58,14 +59,14 @@ def echo(directory: Endpoints, seconds: float = 20, **options) -> Request:
     return inquiry
 
 
-def test_who_knows_the_secret_is_answered(server, directory):
+def test_a_caller_with_the_secret_gets_a_reply(server, directory):
     directory.publish(1, server.endpoint)
     header, (tensor,) = echo(directory).replies[1]
     assert (header, tensor.tolist()) == ({"a": 1}, [1.0, 1.0])
 
 
 def test_a_handler_is_withdrawn_without_the_lock(server):
-    """The owner of the lock may wait for the thread in which the garbage collector frees the handler's owner."""
+    """Check a case from garbage collection: the owner of the lock may wait for the thread that frees the handler."""
     withdraw = server.register("withdrawn", lambda question: (question, []))
     thread = threading.Thread(target=withdraw, daemon=True)
     with server._changed:
@@ -76,22 +77,22 @@ def test_a_handler_is_withdrawn_without_the_lock(server):
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
-def test_no_more_are_called_at_once_than_may_be(directory, at_once):
-    """Ranks that are not there yet do not take the place of others."""
-    count, lock, under_way, most = 30, threading.Lock(), [], []
+def test_the_number_of_concurrent_calls_is_limited(directory, at_once):
+    """Check that ranks which have not published their address yet do not count."""
+    count, lock, in_flight, most = 30, threading.Lock(), [], []
 
-    def answer(question):
+    def reply(question):
         with lock:
-            under_way.append(1)
-            most.append(len(under_way))
+            in_flight.append(1)
+            most.append(len(in_flight))
         time.sleep(0.002)
         with lock:
-            under_way.pop()
+            in_flight.pop()
         return question, []
 
     servers = [Server(f"test {rank}", [], lambda message: False) for rank in range(count)]
     for rank, server in enumerate(servers):
-        server.register("echo", answer)
+        server.register("echo", reply)
         if rank % 3:
             directory.publish(rank, server.endpoint)
     late = [(rank, server.endpoint) for rank, server in enumerate(servers) if rank % 3 == 0]
@@ -110,7 +111,7 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
         server.close()
 
 
-def test_who_does_not_know_the_secret_is_turned_away(server):
+def test_a_caller_without_the_secret_is_refused(server):
     line = replace(server.endpoint, secret=NOBODY).connect(0, time.monotonic() + 10)
     line.reply_to_challenge(bytes.fromhex(NOBODY))
     line.send({"topic": "echo", "arguments": {}, "timeout_s": 10})
@@ -120,7 +121,7 @@ def test_who_does_not_know_the_secret_is_turned_away(server):
     assert server.last_call_time == 0
 
 
-def test_a_server_that_does_not_know_the_secret_is_not_believed():
+def test_a_server_without_the_secret_is_refused():
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     lines = [object.__new__(Connection) for _ in range(2)]
     for line, sock in zip(lines, (ours, theirs), strict=True):
@@ -140,18 +141,21 @@ def unused_port() -> int:
 
 
 @pytest.mark.parametrize("stale", ["nobody listens", "another one listens", "another secret"])
-def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, directory, stale):
+def test_a_stale_address_is_looked_up_again_until_the_rank_has_published_a_new_one(
+    server, directory, stale
+):
     port = unused_port() if stale == "nobody listens" else server.endpoint.port
     old = Server("old", [], lambda message: True)
     if stale == "another one listens":
-        port = old.endpoint.port  # its group was destroyed
+        # The group of this server was destroyed.
+        port = old.endpoint.port
     directory.publish(1, replace(server.endpoint, secret=NOBODY, port=port))
     threading.Timer(0.3, directory.publish, (1, server.endpoint)).start()
     assert echo(directory).replies[1][0] == {"a": 1}
     old.close()
 
 
-def test_a_stale_address_without_a_successor_ends_in_time_with_the_reason(server, directory):
+def test_a_stale_address_without_a_successor_is_reported_with_the_reason(server, directory):
     directory.publish(1, replace(server.endpoint, port=unused_port()))
     assert echo(directory, 0.3).list_pending() == {1: "cannot be reached: Connection refused"}
     directory.publish(1, replace(server.endpoint, secret=NOBODY))
@@ -177,7 +181,7 @@ def test_a_store_that_never_replies_ends_no_later_than_the_call(
     is_over.set()
 
 
-def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, directory):
+def test_a_rank_that_replied_once_and_refuses_now_has_exited(server, directory):
     directory.publish(1, server.endpoint)
     echo(directory)
     server.close()
@@ -188,7 +192,7 @@ def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, direct
     assert time.monotonic() - begin < 30
 
 
-def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
+def test_a_rank_that_exits_during_a_call_is_reported_immediately(server, directory):
     def vanish(question):
         for line in list(vanishing):
             line.shutdown(socket.SHUT_RDWR)
@@ -204,7 +208,7 @@ def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
     assert inquiry.failures == {1: "exited before it had replied"}
 
 
-def test_strangers_that_say_nothing_hold_up_nobody(server, directory):
+def test_silent_connections_of_other_programs_delay_no_caller(server, directory):
     strangers = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(10)]
     directory.publish(1, server.endpoint)
     assert echo(directory, 8).replies
@@ -212,8 +216,8 @@ def test_strangers_that_say_nothing_hold_up_nobody(server, directory):
         stranger.close()
 
 
-def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, directory, monkeypatch):
-    """As at the exit of Python 3.12."""
+def test_existing_threads_reply_if_no_more_threads_can_be_started(server, directory, monkeypatch):
+    """Check the state at the exit of Python 3.12."""
 
     def refuse(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -224,7 +228,7 @@ def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, dire
         assert echo(directory).replies
 
 
-def test_the_loopback_device_serves_the_same_machine_and_only_that():
+def test_the_loopback_device_serves_only_the_same_machine():
     here = Endpoint("", socket.gethostname(), ("10.0.0.5",), 1)
     assert here.list_addresses() == ["127.0.0.1", "::1", "10.0.0.5"]
     assert replace(here, host="elsewhere").list_addresses() == ["10.0.0.5"]
@@ -232,7 +236,7 @@ def test_the_loopback_device_serves_the_same_machine_and_only_that():
     assert not any(address.startswith("127.") for address in client.list_own_addresses(None))
 
 
-def test_a_card_is_plain_text_in_the_store(server, directory):
+def test_an_endpoint_is_json_in_the_store(server, directory):
     directory.publish(1, server.endpoint)
     assert (
         json.loads(client.group_store(None).get("ovpatch/peers/2/1"))["port"]
@@ -241,7 +245,7 @@ def test_a_card_is_plain_text_in_the_store(server, directory):
     assert directory.look_up(0, 60) is None
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is():
+def test_values_that_cannot_be_sent_are_refused():
     with pytest.raises(
         TypeError, match=r"sparse_coo tensor of torch\.float32 cannot be sent; send its dense parts"
     ):
@@ -287,7 +291,7 @@ def in_a_fork() -> str:
     return text
 
 
-def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks):
+def test_a_fork_is_not_a_rank_and_does_not_affect_its_parent(ranks):
     for text in ranks(2)(in_a_fork):
         texts, listening = json.loads(text)
         assert len(texts) == 3
@@ -296,7 +300,7 @@ def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks):
 
 
 def test_a_fork_renews_locks_that_another_thread_holds(server):
-    """A thread that is not in the child cannot release them there."""
+    """Check locks in a forked child, in which the thread that holds them does not exist."""
     held, release, versions = (
         threading.Event(),
         threading.Event(),
@@ -317,7 +321,9 @@ def test_a_fork_renews_locks_that_another_thread_holds(server):
             locks = lazy_tensor._lock, lifetimes._lock, server._changed, versions._changed
             os._exit(0 if all(lock.acquire(blocking=False) for lock in locks) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert not lazy_tensor._lock.acquire(blocking=False), "the parent's are as before"
+        assert not lazy_tensor._lock.acquire(blocking=False), (
+            "the locks of the parent must not change"
+        )
     finally:
         release.set()
     holder.join()

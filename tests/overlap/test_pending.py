@@ -1,4 +1,4 @@
-"""The class of parameters whose values are on their way."""
+"""The class of parameters whose values have not arrived yet."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_metadata_does_not_wait(param, name):
 @pytest.mark.parametrize(
     "name", ["shape", "size", "stride", "dtype", "device", "bytes", "layout", "hash", "type"]
 )
-def test_metadata_is_what_it_was(param, name):
+def test_metadata_does_not_change(param, name):
     before = METADATA[name](param)
     holder = Stale([param]).mark()
     assert METADATA[name](param) == before
     holder.settle()
 
 
-def test_a_parameter_stays_itself(param):
+def test_a_parameter_keeps_its_identity(param):
     model = nn.Module()
     model.weight = param
     param.note = "kept"
@@ -120,7 +120,7 @@ def test_all_of_a_bucket_become_plain_together():
     assert holder.settled == 1
 
 
-def test_settle_all_and_settle_what_is_not_pending(param):
+def test_waits_for_all_parameters_and_for_a_parameter_that_is_not_pending(param):
     holders = [Stale([nn.Parameter(torch.zeros(2))]).mark() for _ in range(3)]
     wait_for_all()
     wait_for_all()
@@ -133,18 +133,18 @@ def test_settle_all_and_settle_what_is_not_pending(param):
 def test_a_pending_parameter_lives_until_it_is_settled():
     param = nn.Parameter(torch.zeros(2))
     holder = Stale([param]).mark()
-    there = weakref.ref(param)
+    param_ref = weakref.ref(param)
     holder.params.clear()
     holder.nodes.clear()
     del param
     gc.collect()
-    assert there() is not None
-    mark_ready([there()])
+    assert param_ref() is not None
+    mark_ready([param_ref()])
     gc.collect()
-    assert there() is None
+    assert param_ref() is None
 
 
-# --- what cannot be pending ---
+# --- parameters that cannot be pending ---
 
 
 class Own(nn.Parameter):
@@ -157,22 +157,23 @@ def test_foreign_types_are_refused():
         assert mark_pending([tensor], wait_for_all).startswith("it is a ")
 
 
-def test_a_pending_one_is_refused(param):
+def test_a_pending_parameter_is_refused(param):
     holder = Stale([param]).mark()
     assert mark_pending([param], wait_for_all)
     holder.settle()
 
 
 def test_all_of_a_bucket_are_pending_or_none(param):
-    other = Stale([nn.Parameter(torch.zeros(2))]).mark()
+    pending = Stale([nn.Parameter(torch.zeros(2))]).mark()
     free, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     alias = shared.detach()
     assert mark_pending([free, shared, param], wait_for_all) == "other tensors share its memory"
-    assert [type(one) for one in (free, shared, param)] == [nn.Parameter] * 3
+    assert [type(found) for found in (free, shared, param)] == [nn.Parameter] * 3
     del alias
-    assert mark_pending([free, other.params[0], param], wait_for_all)
-    assert [is_pending(one) for one in (free, other.params[0], param)] == [False, True, False]
-    other.settle()
+    mixed = [free, pending.params[0], param]
+    assert mark_pending(mixed, wait_for_all)
+    assert [is_pending(found) for found in mixed] == [False, True, False]
+    pending.settle()
 
 
 def test_an_interrupt_leaves_none_pending(param, monkeypatch):
@@ -221,7 +222,7 @@ def test_memory_that_other_processes_share_is_refused(param, name):
     assert find_reason_against(param) == ""
 
 
-def test_the_callers_own_aliases_are_told(param):
+def test_the_aliases_of_the_caller_do_not_count(param):
     alias = param.data
     assert not mark_pending([param], wait_for_all, aliases=1)
     mark_ready([param])
@@ -241,16 +242,16 @@ def test_a_graph_that_can_still_be_run_backward_is_refused():
     del nodes
 
 
-# --- who reads ---
+# --- readers ---
 
 
-def test_an_error_reaches_every_reader_and_no_value_is_shown(param):
+def test_an_error_reaches_every_reader_and_no_value_is_returned(param):
     def fails() -> None:
-        raise RuntimeError("the peer is gone")
+        raise RuntimeError("the peer has exited")
 
     mark_pending([param], fails)
     for read in (lambda: param.sum(), lambda: param.tolist(), lambda: str(param), wait_for_all):
-        with pytest.raises(RuntimeError, match="the peer is gone"):
+        with pytest.raises(RuntimeError, match="the peer has exited"):
             read()
     assert is_pending(param)
     mark_ready([param])
@@ -261,7 +262,7 @@ class Sub(torch.Tensor):
 
 
 class Careless(torch.Tensor):
-    """Calls what it is asked for without looking at the types, as many do."""
+    """A subclass that calls each function without a check of the types, as many do."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -271,7 +272,7 @@ class Careless(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", [Sub, Careless])
-def test_other_subclasses_get_along_with_it(param, kind):
+def test_functions_take_a_pending_parameter_and_a_tensor_of_another_subclass(param, kind):
     x = torch.ones(2, 4).as_subclass(kind)
     expected = F.linear(x, param)
     Stale([param]).mark()
@@ -280,7 +281,7 @@ def test_other_subclasses_get_along_with_it(param, kind):
     assert torch.equal(torch.Tensor(result), torch.Tensor(expected))
 
 
-def test_a_module_settles_its_own_and_not_its_childrens():
+def test_a_module_waits_for_its_own_parameters_and_not_for_those_of_its_children():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     stale(model[0])
     holder = stale(model[1])
@@ -289,29 +290,28 @@ def test_a_module_settles_its_own_and_not_its_childrens():
     wait_for_module(model[0])
     assert not is_pending(model[0].weight)
     assert holder.settled == 0
-    model.forward = (
-        model.forward
-    )  # as CUDA graphs of callables and others do: the children are not called any more
+    # A replaced forward, as CUDA graphs of callables install it, no longer calls the children.
+    model.forward = model.forward
     wait_for_module(model)
     assert holder.settled == 1
 
 
-def test_the_optimizer_is_no_reader_of_the_stale(param):
-    """A feature settles before step, so what an optimizer adds, it adds to new values."""
+def test_an_optimizer_adds_to_the_new_values(param):
+    """Check a step on a pending parameter, which waits first."""
     optimizer = torch.optim.SGD([param], lr=1.0)
     Stale([param]).mark()
     optimizer.step()
     assert torch.equal(param, torch.arange(12.0).view(3, 4) - 1)
 
 
-def test_a_reader_that_comes_while_another_settles_waits(param):
-    entered, go_on = threading.Event(), threading.Event()
+def test_a_reader_waits_while_another_reader_fetches(param):
+    entered, may_continue = threading.Event(), threading.Event()
     holder = Stale([param])
     bring = holder.settle
 
     def slowly() -> None:
         entered.set()
-        assert go_on.wait(60)
+        assert may_continue.wait(60)
         bring()
 
     holder.settle = slowly
@@ -322,14 +322,14 @@ def test_a_reader_that_comes_while_another_settles_waits(param):
         thread.start()
     assert entered.wait(60)
     assert found == []
-    go_on.set()
+    may_continue.set()
     for thread in threads:
         thread.join(60)
     assert found == [66.0] * 4
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
-def test_a_fork_settles_first(param):
+def test_a_fork_waits_for_pending_parameters_first(param):
     holder = Stale([param]).mark()
     child = os.fork()
     if not child:
@@ -338,15 +338,15 @@ def test_a_fork_settles_first(param):
     assert holder.settled == 1
 
 
-def test_garbage_would_be_seen(param):
-    """The tests of readers rest on this."""
+def test_a_read_without_a_wait_would_return_garbage(param):
+    """Check the assumption of the tests of readers."""
     holder = Stale([param]).mark()
     mark_ready([param])
     assert (param == GARBAGE).all()
     assert holder.settled == 0
 
 
-def test_entrances_leave_other_tensors_alone():
+def test_read_hooks_do_not_change_calls_with_other_tensors():
     with entrances():
         x = torch.ones(2, 2)
         assert torch.equal(torch.vmap(torch.sum)(x), torch.full((2,), 2.0))

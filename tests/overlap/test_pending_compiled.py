@@ -1,4 +1,4 @@
-"""Compiled code reads new values, and is compiled as often as where nothing is ever pending."""
+"""Compiled code reads new values, and is compiled as often as without pending parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
     )
 
 
-def whole(model: nn.Sequential, backend: Any) -> Any:
+def compiled_model(model: nn.Sequential, backend: Any) -> Any:
     return torch.compile(model, backend=backend)
 
 
@@ -35,7 +35,7 @@ def full_graph(model: nn.Sequential, backend: Any) -> Any:
 
 
 class Block(nn.Module):
-    """A user's module: torch compiles nothing of its own ones by themselves."""
+    """A user's module. torch does not compile its own modules alone."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def wrapped_blocks(model: nn.Sequential, backend: Any) -> Any:
 
 
 class OwnCall(Block):
-    """Its call is traced into ``Module._call_impl``, where Dynamo goes straight to ``forward`` for others."""
+    """A module whose call Dynamo traces into ``Module._call_impl``. Of other modules it traces ``forward`` directly."""
 
     def __call__(self, *args: Any) -> Any:
         return super().__call__(*args)
@@ -88,7 +88,7 @@ def broken(model: nn.Sequential, backend: Any) -> Any:
     return torch.compile(forward, backend=backend)
 
 
-WAYS = [(whole, "aot_eager")] + [
+WAYS = [(compiled_model, "aot_eager")] + [
     (way, "eager")
     for way in (full_graph, own_calls, in_place, blocks, wrapped_blocks, function, broken)
 ]
@@ -134,7 +134,7 @@ def decay_late(params: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize(
     ("way", "backend"), WAYS, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_compiled_code_is_stocks(way, backend):
+def test_compiled_code_equals_that_of_stock_pytorch(way, backend):
     stock = train(way, backend, pending=False)
     with entrances(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*global hooks.*")
@@ -142,7 +142,7 @@ def test_compiled_code_is_stocks(way, backend):
     assert stock["graphs"] > 0
 
 
-def test_code_compiled_before_the_entrances_is_covered():
+def test_code_compiled_before_the_read_hooks_waits_as_well():
     torch._dynamo.reset()
     model = network()
     compiled = torch.compile(model, backend="eager")
@@ -153,7 +153,7 @@ def test_code_compiled_before_the_entrances_is_covered():
     assert torch.equal(found, model(X))
 
 
-def test_a_compiled_block_leaves_the_others_pending():
+def test_a_compiled_block_leaves_other_blocks_pending():
     torch._dynamo.reset()
     model = blocks(network(), "eager")
     with entrances():
@@ -168,7 +168,7 @@ def test_a_compiled_block_leaves_the_others_pending():
 
 
 class Borrows(nn.Module):
-    """Reads a parameter that belongs to another module, which it does not have."""
+    """A module that reads a parameter of a module that is not its submodule."""
 
     def __init__(self, lender: nn.Module) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Borrows(nn.Module):
         return x @ self.lenders[0].weight
 
 
-def test_a_parameter_that_is_not_the_blocks_own_is_right_though_slow():
+def test_a_compiled_block_reads_new_values_of_a_parameter_of_another_module():
     torch._dynamo.reset()
     lender = nn.Linear(4, 4)
     model = Borrows(lender)
@@ -191,14 +191,13 @@ def test_a_parameter_that_is_not_the_blocks_own_is_right_though_slow():
     assert not (lender.weight == GARBAGE).any()
 
 
+# With one thread Inductor compiles in this process, and not in processes that would import torch first.
 @pytest.mark.slow
-@torch._inductor.config.patch(
-    compile_threads=1
-)  # here, and not in processes that import torch before
+@torch._inductor.config.patch(compile_threads=1)
 def test_inductor_reads_new_values():
-    stock = train(whole, "inductor", pending=False)
+    stock = train(compiled_model, "inductor", pending=False)
     with entrances():
-        assert train(whole, "inductor", pending=True) == stock
+        assert train(compiled_model, "inductor", pending=True) == stock
 
 
 class _BlockWithHook(nn.Module):
@@ -214,21 +213,21 @@ class _BlockWithHook(nn.Module):
         return self.linear(x)
 
 
-def _count_compiled_frames(other: nn.Module | None) -> dict[str, int]:
+def _count_compiled_frames(pending: nn.Module | None) -> dict[str, int]:
     """Train a compiled block while parameters of another module are pending; return the compiled frames."""
     torch.manual_seed(0)
     block = _BlockWithHook()
     with watched() as found:
         for _ in range(3):
-            if other is not None:
-                Stale(list(other.parameters())).mark()
+            if pending is not None:
+                Stale(list(pending.parameters())).mark()
             block(torch.ones(2, 4, requires_grad=True)).sum().backward()
             wait_for_all()
     return found["compiled"]
 
 
 def test_dynamo_compiles_no_frame_of_a_wait():
-    """Arguments of an autograd.Function are searched where Dynamo looks at all frames."""
+    """Arguments of an autograd.Function are searched where Dynamo examines all frames."""
     expected = _count_compiled_frames(None)
     with entrances():
         assert _count_compiled_frames(nn.Linear(4, 4)) == expected

@@ -1,4 +1,4 @@
-"""Every reader finds new values, and the same bits as where nothing was ever pending."""
+"""Every reader finds new values, with the same bits as without pending parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets are launched in one order, when they are full, each once."""
+"""Collectives of buckets start once each, in one order, when their buckets are full."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from ovpatch.overlap.data_parallel.grad_readiness import GradReadiness
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from tests.overlap.gradients import backward, params
 
-LAYOUT = (
-    (4, 5),
-    (2, 3),
-    (0, 1),
-)  # the buckets' indices: gradients come from the last parameter to the first
+# The indices of the buckets. Gradients come from the last parameter to the first.
+LAYOUT = ((4, 5), (2, 3), (0, 1))
 
 
 class Setup:
-    """Six parameters in three buckets."""
+    """Six parameters in three buckets, and a record of the started buckets."""
 
     def __init__(self, **options: Any) -> None:
         group = dist.distributed_c10d._get_default_group()
@@ -94,7 +91,7 @@ def test_a_full_bucket_waits_for_those_before_it(ranks, world, arrivals, log):
 
 
 def cut_short() -> list[int]:
-    """Let a rank fail after all was launched, or before; return how often each backward was attended."""
+    """Fail after all collectives have started, or before; return the started buckets at each call of the end hook."""
     setup = Setup()
     found: list[int] = []
     (collectives,) = setup.reduction._collectives.values()
@@ -111,7 +108,7 @@ def cut_short() -> list[int]:
     return found
 
 
-def test_a_backward_is_attended_once_behind_all_that_was_launched(ranks):
+def test_a_backward_is_attended_once_after_all_started_collectives(ranks):
     assert ranks(2)(cut_short) == [[3, 3]] * 2
 
 
@@ -119,7 +116,8 @@ def without_some() -> list[int]:
     setup = Setup()
     setup.fill()
     setup.begin()
-    for index in (3, 1, 3):  # to say it twice changes nothing
+    # A second call for the same parameter changes nothing.
+    for index in (3, 1, 3):
         setup.readiness.skip(index)
     assert setup.arrive(4, 5, 2, 0) == [True] * 4
     launched = list(setup.launched)
@@ -128,7 +126,7 @@ def without_some() -> list[int]:
     return launched
 
 
-def test_parameters_that_are_left_out_are_not_waited_for(ranks):
+def test_buckets_do_not_wait_for_parameters_that_are_skipped(ranks):
     assert ranks(2)(without_some) == [[0, 1, 2]] * 2
 
 
@@ -138,7 +136,8 @@ def came_after_all() -> None:
     setup.begin()
     for index in (3, 4):
         setup.readiness.skip(index)
-    assert setup.arrive(3) == [True]  # its bucket is still there, and does not wait for it twice
+    # The bucket of this parameter has not started, and does not count the gradient twice.
+    assert setup.arrive(3) == [True]
     assert setup.readiness.absent == {4}
     assert setup.arrive(5, 2) == [True, True]
     assert setup.launched == [0, 1]
@@ -147,12 +146,12 @@ def came_after_all() -> None:
     setup.reduction.wait()
 
 
-def test_a_gradient_that_was_taken_for_absent_is_told_whether_it_is_too_late(ranks):
+def test_a_skipped_gradient_that_comes_is_in_time_until_its_bucket_starts(ranks):
     ranks(2)(came_after_all)
 
 
 def failing_after_the_first(skip_absent: bool) -> list[int]:
-    """The second bucket is left out, the third is launched with zeros."""
+    """Fail in a backward in which the second bucket is skipped; return the buckets that start with zeros."""
     setup = Setup(skip_absent=skip_absent)
     zeros: list[int] = []
     for number, bucket in enumerate(setup.buckets):
@@ -166,21 +165,21 @@ def failing_after_the_first(skip_absent: bool) -> list[int]:
     return zeros
 
 
-def test_buckets_to_which_nothing_is_added_are_left_out_of_a_failed_backward_if_told_so(ranks):
+def test_a_failed_backward_leaves_skipped_buckets_out_with_skip_absent(ranks):
     assert ranks(2)(failing_after_the_first, True) == [[0, 2]] * 2
     assert ranks(2)(failing_after_the_first, False) == [[0, 1, 2]] * 2
 
 
 def divisors(average: bool) -> list[int]:
-    """What buckets are told to divide by. They give nothing to the collective, for gloo cannot average."""
+    """Return the divisors that buckets get. They pack no tensors, because gloo cannot average."""
     setup = Setup(average=average)
-    said: list[int] = []
+    found: list[int] = []
     for bucket in setup.buckets:
-        bucket.pack = lambda divisor, **_: said.append(divisor) or []
-        bucket.stage_grad = lambda _index, divisor: said.append(divisor)
+        bucket.pack = lambda divisor, **_: found.append(divisor) or []
+        bucket.stage_grad = lambda _index, divisor: found.append(divisor)
     setup.reduction.copy_grad(0)
     setup.reduction.start_remaining()
-    return said
+    return found
 
 
 def test_nothing_is_divided_before_a_collective_that_averages(ranks):

@@ -18,7 +18,7 @@ class Owner:
 
 
 def final_reads() -> list[bool]:
-    """Return whether an object is retained after each of some calls, the last of them the peer's final one."""
+    """Return whether an object is retained after each of some calls, the last of which is the peer's final call."""
     group, peer = dist.group.WORLD, 1 - dist.get_rank()
     reads, owner = FinalReads(group), Owner()
     retained = weakref.ref(owner)
@@ -60,7 +60,7 @@ def backwards(count: int, shortened_at: int, may_be_read: bool) -> list[bool]:
 
 
 def late_peer(peer_ends_at: int) -> list[bool]:
-    """Return whether an object that waits for final reads, or three backwards, is retained after each of some."""
+    """Return whether an object is retained after each backward until final reads, or three backwards."""
     group, owner = dist.group.WORLD, Owner()
     retained = weakref.ref(owner)
     reads = FinalReads(group)
@@ -76,7 +76,7 @@ def late_peer(peer_ends_at: int) -> list[bool]:
 
 
 def before_backward() -> list[bool]:
-    """Return whether a function that raises is called once, before any later one, and the object is freed."""
+    """Return whether a function that raises is called once, before any later function, and the object is freed."""
     group, calls, owner = dist.new_group(), [], Owner()
     retained = weakref.ref(owner)
     retention.prepare_backward(group)

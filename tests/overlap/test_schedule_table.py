@@ -1,4 +1,4 @@
-"""The table of the schedules of tensor-parallel linears, from which everything else about them is made."""
+"""The table of the schedules of tensor-parallel linears, from which options and their help are made."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_options_have_the_schedules_of_the_table(feature):
     assert (option.choices, option.default) == (SCHEDULE_NAMES, DEFAULT_SCHEDULE)
 
 
-def test_the_help_of_the_option_is_that_of_the_table():
+def test_the_help_of_the_option_comes_from_the_table():
     (option,) = [option for option in TP_LINEAR.options if option.name == "schedule"]
     assert option.help.endswith(describe_schedules())
 

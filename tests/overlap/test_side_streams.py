@@ -1,4 +1,4 @@
-"""Streams on which parameters are read that another stream has waited for: with stand-ins for CUDA, and on GPUs."""
+"""Streams on which parameters are read after another stream has waited for them, with a fake CUDA and on GPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ovpatch.overlap.comm.streams import (
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.stale import entrances
-from tests.overlap.test_gathering import forget_the_others, group
+from tests.overlap.test_gathering import group, overwrite_shards_of_peers
 
 
 class Stream(SimpleNamespace):
-    """Knows what it has waited for."""
+    """A fake stream that records its waits."""
 
     def __init__(self, number: int, device: int = 0) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class Stream(SimpleNamespace):
 
 
 class Work:
-    """Makes the current stream wait."""
+    """A fake work whose wait is recorded by the current stream."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Work:
 
 
 class Cuda:
-    """What of ``torch.cuda`` is asked, of one device."""
+    """The functions of ``torch.cuda`` that the runtime calls, for one device."""
 
     def __init__(self) -> None:
         self.default = Stream(0)
@@ -99,7 +99,7 @@ def cuda(monkeypatch) -> Cuda:
 
 
 class Group:
-    """No process group: nothing is launched."""
+    """A fake process group without collectives."""
 
     def size(self) -> int:
         return 2
@@ -112,7 +112,7 @@ class Group:
 
 
 def launched(stream: Stream, *names: str, padded: bool = False) -> AllGatherBucket:
-    """Return a gather that is under way."""
+    """Return a gather in flight."""
     gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], Group())
     gather._stream, gather._works = stream, [Work(name) for name in names]
     gather._copies = [(torch.zeros(3), torch.zeros(3))] if padded else []
@@ -131,11 +131,11 @@ def test_launch_and_reader_wait(cuda):
         launched(step, "a", "b").finish_all_gather()
     assert reader.waited == step.waited == ["a", "b"]
     assert cuda.default.waited == ["a", "b"], (
-        "a thread that has set no stream reads on the default one"
+        "a thread that has set no stream reads on the default stream"
     )
 
 
-def test_on_the_default_stream_nobody_else_waits(cuda):
+def test_on_the_default_stream_no_other_stream_waits(cuda):
     gather = launched(cuda.default, "a")
     gather.finish_all_gather()
     gather.finish_all_gather()
@@ -143,24 +143,26 @@ def test_on_the_default_stream_nobody_else_waits(cuda):
 
 
 def test_a_stream_that_becomes_current_later_waits_once(cuda):
-    gather, other = launched(cuda.default, "a"), Stream(3)
+    gather, reader = launched(cuda.default, "a"), Stream(3)
     gather.finish_all_gather()
     for _ in range(2):
-        with cuda.stream(other):
-            assert other.waited == ["a"]
+        with cuda.stream(reader):
+            assert reader.waited == ["a"]
     assert cuda.default.waited == ["a"]
     gather._works = [Work("b")]
     side = module.side_streams
     side.remove_transfer(gather, 0)
     gather._finished = None
-    with cuda.stream(other):
-        assert other.waited == ["a"], "it is under way again, and its readers see that"
+    with cuda.stream(reader):
+        assert reader.waited == ["a"], (
+            "the gather is in flight again, and its readers wait themselves"
+        )
     gather.finish_all_gather()
-    with cuda.stream(other):
-        assert other.waited == ["a", "b"]
+    with cuda.stream(reader):
+        assert reader.waited == ["a", "b"]
 
 
-def test_streams_of_ours_follow_nothing(cuda):
+def test_unwatched_streams_do_not_wait(cuda):
     gather, ours, theirs = launched(cuda.default, "a"), Stream(3), Stream(4)
     gather.finish_all_gather()
     with unwatched_stream(ours), unwatched_stream(ours):
@@ -170,66 +172,66 @@ def test_streams_of_ours_follow_nothing(cuda):
     assert ours.waited == []
 
 
-def test_what_is_gone_is_not_waited_for(cuda):
-    gather, other = launched(cuda.default, "a"), Stream(3)
+def test_no_stream_waits_for_a_freed_gather(cuda):
+    gather, reader = launched(cuda.default, "a"), Stream(3)
     gather.finish_all_gather()
     del gather
-    with cuda.stream(other):
-        assert other.waited == []
+    with cuda.stream(reader):
+        assert reader.waited == []
 
 
 def test_a_stream_that_is_current_in_another_thread_waits(cuda):
-    other, entered, go = Stream(3), threading.Event(), threading.Event()
+    reader, entered, go = Stream(3), threading.Event(), threading.Event()
 
     def read() -> None:
-        with cuda.stream(other):
+        with cuda.stream(reader):
             entered.set()
             go.wait(60)
 
     thread = in_a_thread(read)
     entered.wait(60)
     launched(cuda.default, "a").finish_all_gather()
-    assert other.waited == ["a"]
+    assert reader.waited == ["a"]
     go.set()
     thread.join(60)
     launched(cuda.default, "b").finish_all_gather()
-    assert other.waited == ["a"], "nobody reads there any more"
+    assert reader.waited == ["a"], "no thread reads on this stream now"
 
 
-def test_what_was_copied_out_is_waited_for_by_an_event_behind_it(cuda):
-    step, other = Stream(4), Stream(3)
+def test_streams_wait_for_copies_out_of_padded_memory_by_an_event_after_them(cuda):
+    step, reader = Stream(4), Stream(3)
     gather = launched(step, "a", padded=True)
     gather.finish_all_gather()
-    with cuda.stream(other):
-        assert other.waited == ["event of 4"]
+    with cuda.stream(reader):
+        assert reader.waited == ["event of 4"]
     assert step.waited == ["a"]
 
 
 def test_a_stream_that_captures_does_not_wait(cuda):
-    gather, other = launched(cuda.default, "a"), Stream(3)
+    gather, reader = launched(cuda.default, "a"), Stream(3)
     gather.finish_all_gather()
-    cuda.capturing.append(other)
-    with cuda.stream(other):
-        assert other.waited == []
+    cuda.capturing.append(reader)
+    with cuda.stream(reader):
+        assert reader.waited == []
     cuda.capturing.clear()
-    with cuda.stream(other):
-        assert other.waited == ["a"]
+    with cuda.stream(reader):
+        assert reader.waited == ["a"]
 
 
-def test_functions_that_switch_streams_tell_of_it(cuda, monkeypatch):
-    told: list[int] = []
-    monkeypatch.setattr(module.side_streams, "record_switch", told.append)
+def test_functions_that_switch_streams_record_it(cuda, monkeypatch):
+    switches: list[int] = []
+    monkeypatch.setattr(module.side_streams, "record_switch", switches.append)
     by_numbers = record_numbered_switches(lambda *args, **kwargs: None)
     by_numbers(stream_id=3, device_index=0, device_type=1)
     by_numbers(3, 1, 1)
     by_stream = record_switches(lambda stream, *args: stream)
     assert by_stream(stream := Stream(3, 2)) is stream
     by_stream(SimpleNamespace(device=torch.device("cpu")))
-    assert told == [0, 1, 2]
+    assert switches == [0, 1, 2]
     assert module.side_streams.is_watched
 
 
-def test_memory_outlives_where_streams_were_used(cuda):
+def test_memory_is_recorded_on_streams_only_if_side_streams_were_used(cuda):
     recorded: list[Any] = []
 
     class Recorder(torch.Tensor):
@@ -246,43 +248,45 @@ def test_memory_outlives_where_streams_were_used(cuda):
     assert module.side_streams.is_used(device)
     plain = torch.zeros(2).as_subclass(Recorder)
     record_streams([None, plain], device)
-    assert recorded == [], "what is no plain tensor has no memory"
+    assert recorded == [], "a tensor of another class has no memory"
 
 
 # --- on GPUs ---
 
 
-SLEEP = 400_000_000  # cycles: some tenths of a second
+# In cycles, some tenths of a second.
+SLEEP = 400_000_000
 
 
 def read_elsewhere(how: str) -> list[bool]:
-    """Read parameters on another stream, which is ordered behind the step, after the step's stream has waited."""
-    sizes = [(64, 64), (7,)]  # the second does not divide by the ranks, and is copied out
+    """Read parameters on another stream, which is ordered after the step, once the stream of the step has waited."""
+    # The second size is no multiple of the number of ranks, so this parameter is copied out of padded memory.
+    sizes = [(64, 64), (7,)]
     generator = torch.Generator().manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     wanted = [torch.randn(size, generator=generator).to(device) for size in sizes]
     params = [nn.Parameter(value.clone()) for value in wanted]
     found: list[torch.Tensor] = []
     with entrances():
-        other, entered, go = torch.cuda.Stream(), threading.Event(), threading.Event()
+        reader, entered, go = torch.cuda.Stream(), threading.Event(), threading.Event()
 
         def copy() -> None:
             found.extend(param.detach().clone() for param in params)
 
         def in_thread() -> None:
             torch.cuda.set_device(device)
-            with torch.cuda.stream(other):
+            with torch.cuda.stream(reader):
                 entered.set()
                 go.wait(60)
-                other.wait_event(ready)
+                reader.wait_event(ready)
                 copy()
 
-        # Beforehand once, for kernels that are loaded now wait for the device.
+        # A first run loads the kernels, because the load of a kernel waits for the device.
         gather = AllGatherBucket(params, group())
         gather.start_all_gather()
         [(param.sum(), param.detach().clone()) for param in params]
         torch.cuda.synchronize()
-        forget_the_others(params)
+        overwrite_shards_of_peers(params)
         ready = torch.cuda.Event()
         thread = in_a_thread(in_thread) if how == "in a thread" else None
         if thread is not None:
@@ -292,45 +296,46 @@ def read_elsewhere(how: str) -> list[bool]:
             torch.cuda._sleep(SLEEP)
         gather.start_all_gather()
         ready.record()
-        [param.sum() for param in params]  # this stream has waited
+        # After these reads, this stream has waited.
+        [param.sum() for param in params]
         assert not any(map(is_pending, params))
         if thread is not None:
             go.set()
             thread.join(60)
         elif how == "host has waited":
             ready.synchronize()
-            with torch.cuda.stream(other):
+            with torch.cuda.stream(reader):
                 copy()
         elif how == "stream as a context":
-            other.wait_event(ready)
-            with other:
+            reader.wait_event(ready)
+            with reader:
                 copy()
         elif how == "torch.accelerator":
-            other.wait_event(ready)
+            reader.wait_event(ready)
             before = torch.accelerator.current_stream()
-            torch.accelerator.set_stream(other)
+            torch.accelerator.set_stream(reader)
             copy()
             torch.accelerator.set_stream(before)
         else:
-            other.wait_event(ready)
-            with torch.cuda.stream(other):
+            reader.wait_event(ready)
+            with torch.cuda.stream(reader):
                 copy()
         torch.cuda.synchronize()
-        return [torch.equal(one, value) for one, value in zip(found, wanted, strict=True)]
+        return [torch.equal(copied, value) for copied, value in zip(found, wanted, strict=True)]
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "how",
     [
-        "behind an event",
+        "after an event",
         "in a thread",
         "host has waited",
         "stream as a context",
         "torch.accelerator",
     ],
 )
-def test_parameters_are_whole_on_every_stream(ranks, how):
+def test_parameters_are_gathered_on_every_stream(ranks, how):
     if how == "stream as a context" and not hasattr(torch.Stream, "__enter__"):
         pytest.skip("streams are no context managers in this version of torch")
     assert ranks(2)(read_elsewhere, how, backend="nccl") == [[True, True]] * 2

@@ -26,24 +26,23 @@ def test_labels_show_in_the_profile_and_cost_nothing_without_one():
 def test_producers_do_nothing_without_streams():
     producers = ProducerStreams()
     producers.wait_for_producers(torch.device("cpu"), [torch.zeros(1)])
-    producers.wait_for_producers(
-        torch.device("cuda", 0), [torch.zeros(1)]
-    )  # from which no gradient came
+    # No gradient came from this device.
+    producers.wait_for_producers(torch.device("cuda", 0), [torch.zeros(1)])
     producers.clear()
 
 
 class Stream:
-    """Stands in for a CUDA stream."""
+    """A fake CUDA stream."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream, self.waited_for = number, []
 
-    def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other.cuda_stream)
+    def wait_stream(self, stream: Stream) -> None:
+        self.waited_for.append(stream.cuda_stream)
 
 
 class Read:
-    """Stands in for a tensor that a stream will read."""
+    """A fake tensor that a stream will read."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
@@ -72,7 +71,7 @@ def test_the_current_stream_waits_for_each_other_producer_once(monkeypatch):
     assert len(streams[2].waited_for) == 2
     producers.record_current(0)
     producers.wait_for_producers(torch.device("cuda", 0), [read])
-    assert read.recorded == [2], "what one stream makes and reads needs no waiting"
+    assert read.recorded == [2], "a stream that reads its own tensors need not wait"
 
 
 def raise_flags(failing: list[int], failed_steps: list[int]) -> list[list[int]]:
@@ -87,7 +86,7 @@ def raise_flags(failing: list[int], failed_steps: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("failed_steps", [[2], [0, 1, 5]])
 @pytest.mark.parametrize("failing", [[], [1], [0, 2], [0, 1, 2]])
-def test_failures_are_told_to_the_ranks_that_did_not_fail(ranks, failing, failed_steps):
+def test_failures_reach_the_ranks_that_did_not_fail(ranks, failing, failed_steps):
     for rank, found in enumerate(ranks(3)(raise_flags, failing, failed_steps)):
         assert found == (
             [[step] for step in failed_steps] if failing and rank not in failing else []
@@ -95,7 +94,7 @@ def test_failures_are_told_to_the_ranks_that_did_not_fail(ranks, failing, failed
 
 
 def raise_flags_now_and_then(failing: int, failed: list[int]) -> list[list[int]]:
-    """As on CUDA, where one sum stands for several steps once the first ones are over."""
+    """Raise flags as on CUDA, where one sum covers several steps after the first steps."""
     flags = StepFlags(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
     flags._period, flags._is_in_every_step = 4, False
     for step in range(15):
@@ -106,7 +105,8 @@ def raise_flags_now_and_then(failing: int, failed: list[int]) -> list[list[int]]
 def test_a_sum_for_several_steps_names_them_all(ranks):
     well, bad = ranks(2)(raise_flags_now_and_then, 1, [3, 5, 6, 11, 14])
     assert bad == []
-    assert well == [[3], [4, 5, 6, 7], [8, 9, 10, 11]]  # the sum after step 14 has not been started
+    # The sum that covers step 14 has not been started.
+    assert well == [[3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def sum_flags_of_ranks() -> tuple[list[int], list[int]]:
@@ -116,5 +116,5 @@ def sum_flags_of_ranks() -> tuple[list[int], list[int]]:
     return flags.result(0), flags.result(1)
 
 
-def test_flags_of_the_caller_are_summed_one_by_one_and_take_effect_in_the_next_step(ranks):
+def test_flags_of_the_caller_are_summed_separately_and_act_in_the_next_step(ranks):
     assert ranks(3)(sum_flags_of_ranks) == [([], [0, 3, 3, 3, 0, 6, 0])] * 3

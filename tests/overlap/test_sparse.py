@@ -20,10 +20,10 @@ def embedding(*looked_up: int, dtype: torch.dtype = torch.float32) -> nn.Embeddi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_it_packs_the_gradient_divided_with_each_row_once(dtype):
+def test_a_packed_gradient_is_divided_and_has_each_row_once(dtype):
     made = embedding(4, 1, 4, dtype=dtype)
     bucket = SparseBucket(7, made.weight)
-    # Divided before rows that occur twice are added up, as under stock: that is what its bits are.
+    # Stock PyTorch divides before it adds rows that occur twice, and the bits must be the same.
     expected = (made.weight.grad / 3).to_dense()
     assert bucket.indices == (7,)
     assert bucket.nbytes == 0
@@ -35,8 +35,8 @@ def test_it_packs_the_gradient_divided_with_each_row_once(dtype):
     assert bucket.nbytes == 2 * 8 + 2 * 3 * dtype.itemsize
 
 
-def test_the_packed_gradient_is_not_the_users():
-    """The collective writes into it; a hook may still read ``p.grad``."""
+def test_the_packed_gradient_has_its_own_memory():
+    """Check that ``p.grad``, which a hook may read, does not change when the collective writes into the packed one."""
     made = embedding(2, 3)
     made.weight.grad = made.weight.grad.coalesce()
     before = made.weight.grad.to_dense()

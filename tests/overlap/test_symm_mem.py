@@ -1,4 +1,4 @@
-"""Why ranks cannot share memory, and how a workspace follows what is asked of it."""
+"""Reasons against shared memory, and workspaces that grow with the requested size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def objections() -> list[str]:
     return found
 
 
-def test_all_ranks_hear_the_same_reasons(ranks):
+def test_all_ranks_get_the_same_reasons(ranks):
     first, second = ranks(2)(in_a_copy, "objections")
     assert first == second
     on_cpu, cold, none, often, folders, hosts, many = first
@@ -63,7 +63,7 @@ def test_folders_with_names_too_long_for_sockets_are_refused(monkeypatch):
 
 
 def in_a_copy(name: str) -> Any:
-    """Run one of the functions above, and leave the module as it was."""
+    """Run one of the functions above, and restore the module afterwards."""
     before = dict(vars(memory))
     try:
         return globals()[name]()
@@ -79,7 +79,7 @@ class Group:
         return 1
 
 
-def test_a_workspace_grows_and_starts_counting_anew():
+def test_a_workspace_grows_and_starts_counting_over():
     made = []
 
     def allocate(size: int, group: Any, device: torch.device, prepare: Any) -> Memory:
@@ -92,8 +92,8 @@ def test_a_workspace_grows_and_starts_counting_anew():
     assert space.begin_operator(1000, 10)
     first = space.half_bytes
     assert first >= 1000
-    assert first % 512 == 0, "halves have to be aligned as descriptors want them"
-    assert not made[0][: memory.HEADER].any(), "nobody may take for a signal what was there before"
+    assert first % 512 == 0, "descriptors need aligned halves"
+    assert not made[0][: memory.HEADER].any(), "no rank may read old memory as a signal"
     space.state[0] = 7
     assert space.begin_operator(first, 1024)
     assert len(made) == 1
@@ -103,27 +103,32 @@ def test_a_workspace_grows_and_starts_counting_anew():
     assert space.state.tolist()[0] == 1
     assert space.begin_operator(10, 100_000)
     assert len(space.counts) >= 100_000
-    assert space.half_bytes > first, "what is there already is enough"
+    assert space.half_bytes > first, "the existing memory is large enough"
 
 
-def test_groups_that_are_gone_are_forgotten(ranks):
+def test_workspaces_of_destroyed_groups_are_dropped(ranks):
     assert ranks(2)(regrouped) == [True, True]
 
 
 def regrouped() -> bool:
     first = dist.new_group([0, 1])
-    one = memory.get_workspace(first, CPU)
-    again = memory.get_workspace(first, CPU) is one
+    workspace = memory.get_workspace(first, CPU)
+    again = memory.get_workspace(first, CPU) is workspace
     dist.destroy_process_group(first)
     second = dist.new_group([0, 1])
-    other = memory.get_workspace(second, CPU)
+    second_workspace = memory.get_workspace(second, CPU)
     kept = [found for _, found in group_values(memory.Workspace)]
     drop_values(memory.Workspace)
-    return again and other is not one and kept == [other] and not group_values(memory.Workspace)
+    is_new = second_workspace is not workspace and kept == [second_workspace]
+    return again and is_new and not group_values(memory.Workspace)
 
 
 def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:
-    """Allocate where a rank's memory is full so many times, by rank; return what was called and how it ended."""
+    """Allocate on all ranks; return the calls of this rank, and the error.
+
+    Args:
+        lacking: The number of allocations that fail for lack of memory, by rank.
+    """
     import torch.distributed._symmetric_memory as torchs
 
     calls, full = [], lacking.get(dist.get_rank(), 0)
@@ -172,26 +177,26 @@ def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):
     assert why == also == "1 MiB of symmetric memory: CUDA driver error: out of memory (rank 1)"
 
 
-# --- kernels take turns, whatever their streams; on streams that stand for a GPU's ---
+# --- kernels on any streams run sequentially; on fake streams ---
 
 
 DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
-    """Notes for whom it waits."""
+    """A fake stream that records the streams for which it waits."""
 
     def __init__(self, handle: int, *, capturing: bool = False) -> None:
         self.handle, self.capturing = handle, capturing
         self.waited_for: list[Stream] = []
 
-    def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other)
+    def wait_stream(self, stream: Stream) -> None:
+        self.waited_for.append(stream)
 
 
 @pytest.fixture
 def on(monkeypatch):
-    """Take a turn on a stream, and return for whom it waited then."""
+    """Return a function that takes a turn on a stream, and returns the streams for which it waited."""
     current: list[Stream] = []
     monkeypatch.setattr(order, "_last", {})
     monkeypatch.setattr(order, "_is_capturing", lambda stream: stream.capturing)
@@ -209,7 +214,7 @@ def on(monkeypatch):
     return take
 
 
-def test_who_comes_from_another_stream_waits_for_the_one_before(on):
+def test_a_stream_waits_for_another_stream_that_had_the_last_turn(on):
     first, second = Stream(0), Stream(7)
     assert on(first) == []
     assert on(first) == []
@@ -218,20 +223,20 @@ def test_who_comes_from_another_stream_waits_for_the_one_before(on):
     assert on(first) == [second]
 
 
-def test_what_is_captured_waits_for_nothing_that_runs(on):
-    eager, one, other = Stream(0), Stream(1, capturing=True), Stream(2, capturing=True)
+def test_a_capturing_stream_waits_for_no_running_stream(on):
+    eager, first, second = Stream(0), Stream(1, capturing=True), Stream(2, capturing=True)
     on(eager)
-    assert on(one) == []
-    assert on(other) == [one]
+    assert on(first) == []
+    assert on(second) == [first]
     assert on(eager) == []
 
 
-def test_a_capture_waits_for_no_stream_of_one_that_has_ended(on):
+def test_a_capture_waits_for_no_stream_of_an_ended_capture(on):
     first, second = Stream(1, capturing=True), Stream(2, capturing=True)
     on(first)
     first.capturing = False
     assert on(second) == []
 
 
-def test_devices_without_streams_are_left_alone():
+def test_devices_without_streams_need_no_turns():
     order.take_turn(torch.device("cpu"), False)

@@ -1,4 +1,4 @@
-"""Collectives where a backend launches each tensor alone: large ones where they are, small ones through one copy."""
+"""Collectives on a backend without grouped launches: large tensors are sent directly, small ones in one copy."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from tests.overlap.test_collectives import for_each, group
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int32]
 
-# Elements per rank, for tensors that travel through one copy, where they are, and in both ways.
+# Elements per rank, of tensors that are sent in one copy, directly, and in both ways.
 SIZES = [[3, 5, 1], [300, 200], [3, 300, 5, 200], [300, 3]]
 
 
 def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + size)
-    return torch.randint(-8, 8, (size,), generator=generator).to(
-        dtype
-    )  # sums are exact in any order
+    # Sums of small integers are exact in any order.
+    return torch.randint(-8, 8, (size,), generator=generator).to(dtype)
 
 
 def finish(works: Any) -> list[type]:
@@ -44,9 +43,9 @@ def finish(works: Any) -> list[type]:
 
 
 def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Run all collectives three times, the last two with memory that was used before."""
+    """Run all collectives three times, the last two times with memory from the pool."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    wholes = [size * world for size in sizes]
+    full_sizes = [size * world for size in sizes]
     found = []
     with mock.patch.object(collectives, "_LARGE_BYTES", 200 * world * dtype.itemsize):
         all_reduce, scatter, gather = (
@@ -55,11 +54,11 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
             AllGather(group(), CPU),
         )
         for _ in range(3):
-            summed = [drawn(rank, size, dtype) for size in wholes]
+            summed = [drawn(rank, size, dtype) for size in full_sizes]
             parts = [torch.empty(size, dtype=dtype) for size in sizes]
-            gathered = [torch.empty(size, dtype=dtype) for size in wholes]
+            gathered = [torch.empty(size, dtype=dtype) for size in full_sizes]
             kinds = finish(all_reduce(summed))
-            finish(scatter(parts, [drawn(rank, size, dtype) for size in wholes]))
+            finish(scatter(parts, [drawn(rank, size, dtype) for size in full_sizes]))
             finish(gather(gathered, [drawn(rank, size, dtype) for size in sizes]))
             found.append({"summed": summed, "parts": parts, "gathered": gathered, "kinds": kinds})
             check_ring(gathered, sizes)
@@ -86,40 +85,37 @@ def check_ring(gathered: list[torch.Tensor], sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_everybody_gets(ranks, world):
+def test_results_on_each_rank(ranks, world):
     calls = list(itertools.product(SIZES, DTYPES))
     for rank, found in enumerate(ranks(world)(for_each, three_times, calls)):
         for call, results in zip(calls, found, strict=True):
-            check_of_everybody(results, rank, world, *call)
+            check_results(results, rank, world, *call)
 
 
-def check_of_everybody(
+def check_results(
     results: list[dict[str, Any]], rank: int, world: int, sizes: list[int], dtype: Any
 ) -> None:
     sums = [sum(drawn(rank, size * world, dtype) for rank in range(world)) for size in sizes]
-    wholes = [torch.cat([drawn(rank, size, dtype) for rank in range(world)]) for size in sizes]
+    full = [torch.cat([drawn(rank, size, dtype) for rank in range(world)]) for size in sizes]
     small = sum(size < 200 for size in sizes)
-    through_one = WorkWithEpilogue if small > 1 else None
     for result in results:
-        for whole, part, total in zip(result["summed"], result["parts"], sums, strict=True):
-            assert torch.equal(whole, total), (sizes, dtype)
+        for summed, part, total in zip(result["summed"], result["parts"], sums, strict=True):
+            assert torch.equal(summed, total), (sizes, dtype)
             assert torch.equal(part, total.chunk(world)[rank]), (sizes, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(result["gathered"], wholes, strict=True)), (
-            sizes,
-            dtype,
-        )
-        assert (through_one in result["kinds"]) == (through_one is not None)
+        assert all(map(torch.equal, result["gathered"], full)), (sizes, dtype)
+        # A single small tensor needs no copy.
+        assert (WorkWithEpilogue in result["kinds"]) == (small > 1)
         assert len(result["kinds"]) == len(sizes) - (small - 1 if small > 1 else 0)
 
 
-def test_memory_is_used_again_when_it_has_been_given_back():
+def test_released_memory_is_used_again():
     spare, like = BufferPool(), torch.empty(0)
     first = spare.get(4, like)
-    assert spare.get(4, like) is not first, "it is still in use"
+    assert spare.get(4, like) is not first, "the tensor is still in use"
     spare.put(first)
     spare.put(first)
     assert spare.get(4, like) is first
-    assert spare.get(4, like) is not first, "given back twice, there once"
+    assert spare.get(4, like) is not first, "a tensor released twice is in the pool once"
     spare.put(first)
     assert spare.get(5, like).numel() == 5
     for numel in range(100, 200):
@@ -129,7 +125,7 @@ def test_memory_is_used_again_when_it_has_been_given_back():
 
 
 def failing(how: str) -> dict[str, Any]:
-    """A collective that has been started, and never waited for, keeps its memory."""
+    """Start two collectives, and never wait for the first, or wait for it last; its memory must stay in use."""
     all_reduce = AllReduce(group(), CPU)
     forgotten = all_reduce([torch.ones(2), torch.ones(3)])
     values = [torch.full((2,), 2.0), torch.full((3,), 3.0)]
@@ -143,14 +139,14 @@ def failing(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["never waited for", "the later one first"])
-def test_several_under_way_do_not_share_memory(ranks, how):
+def test_several_collectives_in_flight_do_not_share_memory(ranks, how):
     for result in ranks(2)(failing, how):
         assert torch.equal(result["values"][0], torch.full((2,), 4.0))
         assert torch.equal(result["values"][1], torch.full((3,), 6.0))
 
 
 class Interrupted:
-    """A work in whose wait a signal handler comes to wait for the same."""
+    """A work whose wait is interrupted by a signal handler that waits for the same collective."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -176,14 +172,14 @@ def waited_for_within() -> dict[str, Any]:
     return {"parts": parts, "shared": first is second}
 
 
-def test_a_signal_handler_may_wait_for_the_same(ranks):
+def test_a_signal_handler_may_wait_for_the_same_collective(ranks):
     for result in ranks(2)(waited_for_within):
         assert not result["shared"]
         assert torch.equal(result["parts"][0], torch.full((2,), 2.0))
         assert torch.equal(result["parts"][1], torch.full((3,), 4.0))
 
 
-def test_to_sort_tensors_by_size_costs_in_proportion_to_their_number():
+def test_the_time_to_partition_tensors_by_size_is_linear():
     def seconds(count: int) -> float:
         tensors, taken = [torch.empty(8)] * count, []
         for _ in range(5):
@@ -194,5 +190,5 @@ def test_to_sort_tensors_by_size_costs_in_proportion_to_their_number():
         return min(taken)
 
     assert seconds(20_000) < 40 * seconds(2_000), (
-        "ten times as many took some hundred times as long"
+        "ten times as many tensors took about a hundred times as long"
     )

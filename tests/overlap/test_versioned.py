@@ -1,4 +1,4 @@
-"""Versions of tensors that are read while they may be updated: the wanted one, or an error."""
+"""Reads of a version of tensors that may be updated concurrently: the requested version, or an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensor() -> torch.Tensor:
 
 @pytest.fixture
 def versions(tensor) -> SequenceLock:
-    """Two versions, in which all elements are the version's number."""
+    """Return a lock after two updates, each of which sets all elements to the number of its version."""
     found = SequenceLock(torch.device("cpu"))
     for number in (1, 2):
         update(found, tensor, number)
@@ -34,12 +34,12 @@ def test_the_newest_version_is_read(versions, tensor):
     assert versions.read_version(2, tensor.tolist, 1.0) == [2.0, 2.0, 2.0]
 
 
-def test_an_older_version_is_not_there_any_more(versions, tensor):
+def test_a_read_of_an_older_version_is_an_error(versions, tensor):
     with pytest.raises(TornReadError, match="version 1 has been overwritten by version 2"):
         versions.read_version(1, tensor.tolist, 1.0)
 
 
-def test_an_update_that_begins_while_a_reader_copies_is_noticed(versions, tensor):
+def test_an_update_that_begins_while_a_reader_copies_is_an_error(versions, tensor):
     def interrupted() -> list[float]:
         versions.begin_update()
         return tensor.fill_(3).tolist()
@@ -48,11 +48,11 @@ def test_an_update_that_begins_while_a_reader_copies_is_noticed(versions, tensor
         versions.read_version(2, interrupted, 1.0)
 
 
-def test_what_is_kept_may_be_read_later(versions):
+def test_a_retained_object_may_be_read_later(versions):
     assert versions.read_version(1, lambda: "of version 1", 1.0, is_retained=True) == "of version 1"
 
 
-def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
+def test_a_reader_waits_for_a_later_version(versions, tensor):
     later = threading.Timer(0.05, update, (versions, tensor, 3))
     later.start()
     assert versions.read_version(3, tensor.tolist, 30.0) == [3.0, 3.0, 3.0]
@@ -65,11 +65,12 @@ def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("priority", [0, -1])
-def test_a_copy_to_the_host_waits_for_none_of_the_streams_that_others_use(priority):
-    """As communicators do, whose kernels may wait for the rank that waits for this copy."""
+def test_a_copy_to_the_host_waits_for_no_stream_of_other_code(priority):
+    """Check streams like those of communicators, whose kernels may wait for the rank that waits for this copy."""
     device = torch.device("cuda", 0)
     tensor = torch.arange(1000.0, device=device)
-    torch.cuda._sleep(1)  # loads its kernel
+    # This loads the kernel.
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     staging, streams = (
         PinnedStaging(device),

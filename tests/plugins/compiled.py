@@ -47,7 +47,7 @@ class Double(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Three blocks; ``kind`` names what else its forward does.
+    """A model of three blocks. ``kind`` names another operation of its forward.
 
     Transformers slices its list of layers in each forward, so that a ``ModuleList`` is made and filled there.
     """

@@ -23,7 +23,7 @@ FEATURES = {
     "a plain apply()": ovpatch.applied,
 }
 
-#: All of these, or every third, run with each feature.
+# All of these cases, or every third, run with each feature.
 CASES: Cases = {
     **{
         f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
@@ -52,7 +52,7 @@ KINDS = (
     "parameter",
 )
 
-#: Others, of which a part runs with ddp and another part with dist_optimizer.
+# A part of these cases runs with ddp, and the rest with dist_optimizer.
 MORE: Cases = {
     **{
         f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
@@ -83,7 +83,7 @@ MORE: Cases = {
     },
 }
 
-#: With sharded gradients these are compiled twice, since gradients become lazy tensors after the first step.
+# With sharded gradients these cases are compiled twice, because gradients become lazy tensors after the first step.
 GRADIENT_READERS: Cases = {
     "compiled clipping": {"program": compiled.train_and_read, "what": "norm"},
     "compiled code reads gradients": {"program": compiled.train_and_read, "what": "gradients"},
@@ -167,7 +167,7 @@ def test_compiled_autograd_is_an_error_as_with_the_stock_reducer(ranks, feature)
         )
 
 
-#: Whole compiled models whose forward, and whose backward, are CUDA graphs.
+# Compiled models whose full forward and full backward are CUDA graphs.
 GRAPHS: Cases = {
     f"{way.__name__}{', sliced' if kind else ''}": {
         "way": way,

@@ -1,4 +1,4 @@
-"""What scripts of pipelines, of tensor parallelism and of recomputation make again and again is freed."""
+"""Objects that scripts of pipelines, tensor parallelism and recomputation make repeatedly are freed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.plugins.tp_linear.models import MLP, WIDTH
 
 Loop = Callable[[], None]
 
-#: How often each loop runs, and after how many runs it must no longer grow: the report keeps eight schedules.
+# The number of runs of each loop, and the number of runs after which it must no longer grow. The report keeps eight
+# schedules, so the second number is larger than that.
 TIMES, SETTLED = 20, 10
 
 
@@ -33,7 +34,7 @@ def train_pipelines(case: cases.Case) -> Callable[[], Loop]:
 
 
 def parallel_models() -> Loop:
-    """Cut a new model by ``parallelize_module``, and train a step."""
+    """Parallelize a new model by ``parallelize_module``, and train a step."""
     devices = mesh()
 
     def run() -> None:
@@ -103,7 +104,7 @@ LOOPS: dict[str, tuple[str, Callable[[], Loop]]] = {
 
 
 def grown(loop: str, is_patched: bool) -> tuple[int, dict[str, int], dict[str, int]]:
-    """Return by how many bytes and objects of ours a loop grows once it has settled, and the feature's counters."""
+    """Return the growth of a loop once it has settled, in bytes and in objects by class, and the feature's counters."""
     feature, make = LOOPS[loop]
     with ovpatch.applied(*[feature] if is_patched else ["ddp"]):
         run, found = make(), []
@@ -117,7 +118,7 @@ def grown(loop: str, is_patched: bool) -> tuple[int, dict[str, int], dict[str, i
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_features_make_again_and_again_is_freed(ranks, loop):
+def test_objects_that_features_make_repeatedly_are_freed(ranks, loop):
     stock = ranks(2)(grown, loop, False, timeout=120)
     for rank, (size, objects, counters) in enumerate(ranks(2)(grown, loop, True, timeout=120)):
         assert any(counters.values()), counters

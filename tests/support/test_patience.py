@@ -38,8 +38,7 @@ def find_fixed_limits(source: str) -> list[int]:
             or node.func.attr in ("communicate", "urlopen")
         )
         for keyword in node.keywords
-        if keyword.arg == "timeout"
-        and is_unscaled(keyword.value)
+        if keyword.arg == "timeout" and is_unscaled(keyword.value)
     ]
 
 
@@ -57,7 +56,9 @@ def test_waits_for_processes_scale_their_limits():
         2,
     ]
     assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(60))\nrun(timeout=60)") == []
-    assert find_fixed_limits("subprocess.run(a, timeout=limit)") == [1], "a variable may be a number"
+    assert find_fixed_limits("subprocess.run(a, timeout=limit)") == [1], (
+        "a variable may be a number"
+    )
     assert find_fixed_limits("subprocess.run(a, timeout=patience.scale(20))") == [1]
     found = {
         str(path.relative_to(TESTS)): lines

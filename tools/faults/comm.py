@@ -28,7 +28,7 @@ FAULTS: Final = (
         "ovpatch/overlap/comm/host_barrier.py",
         "return arrivals >= self._arrivals * self._world",
         "return True",
-        ("tests/overlap/test_gate.py::test_nobody_leaves_before_the_last_has_come",),
+        ("tests/overlap/test_gate.py::test_no_rank_leaves_before_the_last_has_arrived",),
     ),
     Fault(
         "barrier: no rank detects that a peer aborts",
@@ -57,7 +57,7 @@ FAULTS: Final = (
         "if self._should_abort_collectives and group is not None:",
         "if False:",
         (
-            "tests/overlap/test_gate.py::test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight",
+            "tests/overlap/test_gate.py::test_a_rank_whose_deferred_wait_fails_aborts_the_collectives_in_flight",
         ),
     ),
     Fault(
@@ -65,7 +65,7 @@ FAULTS: Final = (
         "ovpatch/overlap/comm/step_flags.py",
         "self._last_step = step\n        self._num_failed = 0",
         "self._last_step = step",
-        (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_hears_of_it",),
+        (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_raises",),
     ),
     Fault(
         "a rank whose backward failed raises for its peers",

@@ -132,7 +132,7 @@ FAULTS: Final = (
         "(_AGREES, vote.spans_groups, vote.tag, -vote.tag)",
         (
             _SHARDING_TESTS
-            + "test_local_afterwards.py::test_one_rank_alone_may_add_gradients_of_its_own",
+            + "test_local_afterwards.py::test_one_rank_alone_may_add_local_gradients",
         ),
     ),
     Fault(
@@ -233,7 +233,7 @@ FAULTS: Final = (
         "pass",
         (
             _SHARDING_TESTS
-            + "test_state.py::test_a_rank_that_has_read_leaves_its_peers_the_time_to_read_as_well",
+            + "test_state.py::test_a_rank_that_has_read_waits_until_its_peers_have_read_as_well",
         ),
     ),
     Fault(

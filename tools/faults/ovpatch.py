@@ -37,8 +37,7 @@ FAULTS: Final = (
         'if any("no such name" in names for names',
         (
             "tests/patching/test_defects.py",
-            _DDP_TESTS
-            + "test_stock_face.py::test_what_torch_warns_of_names_the_line_of_the_script",
+            _DDP_TESTS + "test_stock_face.py::test_warnings_of_torch_name_the_line_of_the_script",
         ),
     ),
     Fault(

@@ -59,7 +59,9 @@ FAULTS: Final = (
         "ovpatch/overlap/peer_rpc/rpc.py",
         "if os.getpid() != self._pid:",
         "if False:",
-        ("tests/overlap/test_peers_server.py::test_a_fork_is_no_rank_and_leaves_its_parent_alone",),
+        (
+            "tests/overlap/test_peers_server.py::test_a_fork_is_not_a_rank_and_does_not_affect_its_parent",
+        ),
     ),
     Fault(
         "a finalizer waits for the lock of the server",

@@ -1,4 +1,4 @@
-"""Runs a training loop twice in one worker, stock and patched, and records what a user could see."""
+"""Runs of a training loop in one worker, stock and patched, with records of all values that a user could read."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Cases = Mapping[str, Mapping[str, Any]]
 
 
 def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a loop's small gradients reduced in their own memory, as large ones are, and not in a flat tensor.
+    """Make a loop reduce its small gradients in their own memory, like large gradients, and not in a flat tensor.
 
-    The loop takes ``in_place=False`` besides its own arguments, which leaves them in the flat tensor.
+    The returned loop has an argument ``in_place``. With False, gradients are reduced in the flat tensor.
     """
 
     @functools.wraps(loop)
     def run(*args: Any, in_place: bool = True, **kwargs: Any) -> Any:
         from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 
-        # Not the module's constant: a module that is imported meanwhile would keep this value, in one rank's process.
+        # A patch of the module's constant would stay in modules that import it during the loop, in this process only.
         with mock.patch.object(GradBucket, "flat_below", 1) if in_place else nullcontext():
             return loop(*args, **kwargs)
 
@@ -50,13 +50,13 @@ def both(
     """Run ``loop`` stock, then patched, from the same seeds.
 
     Args:
-        loop: Called with ``args`` and ``kwargs``.
-        options: Of ``ddp``.
-        apply: Turns other features on.
-        counters: Returns their counters.
+        loop: The loop, which is called with ``args`` and ``kwargs``.
+        options: The options of ``ddp``.
+        apply: Turns other features on. Default: ``ddp`` alone is on.
+        counters: Returns the counters of the features. Default: the counters of ``ddp`` and ``dist_optimizer``.
 
     Returns:
-        ``stock`` and ``patched``: what the loop returned; ``counters``: what the features did in the patched arm.
+        ``stock`` and ``patched``, the results of the loop, and ``counters``, their growth in the patched arm.
     """
     stock = seeded(loop, *args, **kwargs)
     with apply() if apply else ovpatch.applied("ddp", options={"ddp": options or {}}):
@@ -72,15 +72,15 @@ def all_both(
     counters: Callable[[], dict[str, int]] | None = None,
     again: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Do what :func:`both` does for every case, under one ``apply()``: that takes longer than a short loop.
+    """Run every case like :func:`both`, but under one ``apply()``, which takes longer than a short loop.
 
     Args:
-        loop: Called with the keyword arguments of each case.
-        cases: These, by the name of the case.
+        loop: The loop, which is called with the keyword arguments of each case.
+        cases: The keyword arguments by the name of the case.
         options: As for :func:`both`.
-        apply: Likewise.
-        counters: Likewise.
-        again: Around a further stock run, ``reordered``.
+        apply: As for :func:`both`.
+        counters: As for :func:`both`.
+        again: The context of a second stock run, whose result is ``reordered``. Default: there is no such run.
     """
     results: dict[str, dict[str, Any]] = {name: {} for name in cases}
     for name, kwargs in cases.items():
@@ -93,7 +93,8 @@ def all_both(
         for name, kwargs in cases.items():
             with named(name):
                 results[name] |= counted(loop, counters=counters, **kwargs)
-            gc.collect()  # the next case shall not meet this one's model
+            # The next case must not find the model of this case.
+            gc.collect()
     return results
 
 
@@ -101,7 +102,7 @@ def table(**axes: Iterable[Any]) -> Cases:
     """Return the cases of all combinations, named by their values: ``table(cap=[1, 25], how=["a"])``."""
     rows = ([*zip(axes, values, strict=True)] for values in itertools.product(*axes.values()))
     return {
-        ", ".join(f"{key} {getattr(one, '__name__', one)}" for key, one in row): dict(row)
+        ", ".join(f"{key} {getattr(value, '__name__', value)}" for key, value in row): dict(row)
         for row in rows
     }
 
@@ -114,7 +115,7 @@ def seeded(loop: Loop, *args: Any, **kwargs: Any) -> list[Record]:
 def counted(
     loop: Loop, *args: Any, counters: Callable[[], dict[str, int]] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Return what the loop returns, and what the features did meanwhile."""
+    """Run the loop; return its result, and by how much the counters of the features have grown."""
     count = counters or _counters
     before = count()
     patched = seeded(loop, *args, **kwargs)
@@ -126,7 +127,7 @@ def counted(
 
 @contextmanager
 def named(case: str) -> Iterator[None]:
-    """Have an exception name the case that it is of."""
+    """Make an exception name the case in which it was raised."""
     try:
         yield
     except Exception as error:
@@ -134,7 +135,7 @@ def named(case: str) -> Iterator[None]:
 
 
 def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Record:
-    """Record the loss, every gradient and every parameter as they are now."""
+    """Return copies of the loss, of every gradient and of every parameter."""
     named = dict(model.named_parameters())
     return {
         "loss": None if loss is None else loss.detach().clone(),
@@ -151,12 +152,16 @@ def record_steps(
     *,
     set_to_none: bool = True,
 ) -> list[Record]:
-    """Run the backward of each loss, which is computed in its turn; record it, step, and drop or zero the gradients."""
+    """Run the backward of each loss, record it, step, and drop or zero the gradients.
+
+    A loss is computed when its turn comes, because ``losses`` may be a generator.
+    """
     records = []
     for loss in losses:
         loss.backward()
         records.append(seen(model, loss))
-        del loss  # and its graph, before the next forward
+        # This frees the graph before the next forward.
+        del loss
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=set_to_none)
@@ -164,7 +169,7 @@ def record_steps(
 
 
 def stock_and_patched(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Return what a function returns under stock, and with the feature."""
+    """Return the results of a function in stock PyTorch, and with the feature."""
     stock = function(*args)
     dist.barrier()
     with ovpatch.applied("ddp"):
@@ -172,14 +177,17 @@ def stock_and_patched(function: Callable[..., Any], *args: Any) -> tuple[Any, An
 
 
 def is_patched() -> bool:
-    """Return whether models that are wrapped now get our reducer, for loops that stock cannot run as they are."""
+    """Return whether a model that is wrapped now gets the patched reducer.
+
+    Loops that stock PyTorch cannot run use this to leave a part out in the stock arm.
+    """
     from ovpatch_plugins.ddp.reducer_stub import ReducerStub
 
     return isinstance(DistributedDataParallel(nn.Linear(1, 1).to(device())).reducer, ReducerStub)
 
 
 def device() -> torch.device:
-    """Return where this rank trains: its own GPU under NCCL, otherwise the CPU."""
+    """Return the device on which this rank trains: its own GPU with NCCL, otherwise the CPU."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"

@@ -1,4 +1,4 @@
-"""What tests of the reducer demand of both arms' records, and the average over ranks done by hand."""
+"""Checks of the records of both arms, and averages over ranks by hand."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ def check(
     stock_models: int = 0,
     bitwise: bool = True,
 ) -> None:
-    """Demand stock's bits on two ranks; on more, ``bitwise`` where the order of sums is stock's.
+    """Demand the bits of stock PyTorch on two ranks, and also on more ranks if both arms round in the same way.
 
-    It is not where ``p.grad`` is its bucket's view (``gradient_as_bucket_view``): there stock divides by 3, where it
-    multiplies by 1/3 otherwise, as we always do.
+    They do not if ``p.grad`` is a view of its bucket (``gradient_as_bucket_view``). The stock reducer then divides by
+    3. Otherwise it multiplies by 1/3, and the patched reducer always does.
 
     Args:
-        results: What :func:`tests.plugins.ddp.arms.both` returned, by rank.
-        backwards: How many backwards our reducer reduced; more than none by default, if it kept all models.
-        stock_models: How many models fell back to the stock reducer.
-        bitwise: Demand the bits on more than two ranks, too.
+        results: The results of :func:`tests.plugins.ddp.arms.both`, by rank.
+        backwards: The number of backwards that the patched reducer reduced. Default: at least one, unless a model fell
+            back.
+        stock_models: The number of models that fell back to the stock reducer.
+        bitwise: Demand the bits on more than two ranks as well.
     """
     for result in results:
         compared = compare(result["stock"], result["patched"])
@@ -50,7 +51,7 @@ def check(
 
 
 def same_bits(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Demand of what ``both`` returned, by rank, stock's bits on two ranks and its values on more; return it."""
+    """Demand the bits of stock PyTorch on two ranks, or its values on more, in results of ``both``; return them."""
     for result in results:
         compared = compare(result["stock"], result["patched"], reordered=result.get("reordered"))
         (compared.assert_bitwise if len(results) <= 2 else compared.assert_equal)()
@@ -71,17 +72,17 @@ def check_all(
 
 
 def some(cases: Cases, first: int = 0) -> Cases:
-    """Return every third case, for variants of what is tested as a whole elsewhere; with ALL_CASES=1 all of them.
+    """Return every third case, for variants of a table that another test runs entirely; with ALL_CASES=1, all cases.
 
     Args:
-        cases: All of them.
-        first: With which third, so that several variants together have all cases.
+        cases: All cases.
+        first: The number of the first case, 0, 1 or 2. Three variants together then run all cases.
     """
     return cases if ALL_CASES else dict(list(cases.items())[first::3])
 
 
 def on(world: int, cases: Cases) -> Cases:
-    """Return what to run on so many ranks: all cases on two, some of a large table on more."""
+    """Return the cases to run on ``world`` ranks: all cases on two ranks, and some cases of a large table on more."""
     return cases if world == 2 or len(cases) < MANY else some(cases)
 
 
@@ -103,7 +104,7 @@ def check_cases(
 
 
 def average_by_hand(module: nn.Module) -> None:
-    """Make every gradient that this rank has the average over the ranks, which must have the same ones."""
+    """Average every gradient over the ranks. All ranks must have gradients for the same parameters."""
     for param in module.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)

@@ -1,4 +1,4 @@
-"""Places in a graph where a backward can be made to end."""
+"""Functions for a graph that make a backward fail."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Mine(torch.autograd.Function):
-    """Hands on what it gets; raises in backward while it is ``armed``."""
+    """An identity that raises in the backward while it is ``armed``."""
 
     armed = False
 
 
 def raising(error: type[Exception], text: str) -> type[Mine]:
-    """Return a function that raises this error."""
+    """Return a function whose backward raises this error while it is armed."""
 
     class Raising(Mine):
         @staticmethod
@@ -30,4 +30,5 @@ def raising(error: type[Exception], text: str) -> type[Mine]:
     return Raising
 
 
-Refusal = raising(ValueError, "refused")  # none of ovpatch's errors in a backward are of this class
+# No error of ovpatch in a backward is a ValueError.
+Refusal = raising(ValueError, "refused")

@@ -1,4 +1,4 @@
-"""Backwards at unusual times, in pieces, in other orders, or of a model that changes."""
+"""Backwards at unusual times, split backwards, backwards in other orders, and backwards of a model that changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPS = [TINY, 25]
 
 
 class Towers(nn.Module):
-    """Independent towers: their backwards can come one by one, in any order."""
+    """Independent towers, whose backwards can run separately, in any order."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def loop_piecewise(cap: float, ddp: dict[str, Any], reverse: bool) -> list[Record]:
-    """One forward, and a backward for each of its outputs; together they reach every parameter."""
+    """Run one forward, and a backward for each of its outputs. Together they reach every parameter."""
     model = Towers()
     wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -54,14 +54,14 @@ def loop_piecewise(cap: float, ddp: dict[str, Any], reverse: bool) -> list[Recor
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_backward_of_one_forward_in_pieces(ranks, world):
+def test_one_forward_with_a_backward_for_each_output(ranks, world):
     check_cases(
         ranks(world), loop_piecewise, table(cap=CAPS, ddp=[{}], reverse=[True, False]), backwards=4
     )
 
 
 def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
-    """The forward runs the towers in another order on each rank, so gradients come in another order, too."""
+    """Run the towers in another order on each rank, so gradients come in another order as well."""
     model = Towers()
     wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -81,7 +81,7 @@ def test_ranks_whose_gradients_come_in_other_orders(ranks, world):
 
 
 def loop_closure(kind: str) -> list[Record]:
-    """The optimizer runs forward and backward, LBFGS several times per step."""
+    """Let the optimizer run forward and backward, which LBFGS does several times per step."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     wrapped = DDP(model)
     params = model.parameters()
@@ -113,7 +113,7 @@ def test_a_backward_inside_the_optimizers_step(ranks, world, kind):
 
 
 def loop_extra_backward(cap: float, ddp: dict[str, Any]) -> list[Record]:
-    """From the third step on a second batch is added, forward and backward, without no_sync."""
+    """Add a forward and backward of a second batch without no_sync, from the third step on."""
     model = Towers(1)
     wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
     records = []
@@ -158,7 +158,7 @@ def test_a_part_frozen_later_and_thawed_again(ranks, world):
 
 
 def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
-    """What is frozen when the model is wrapped is not reduced when it is thawed, as under stock."""
+    """Thaw parameters that were frozen when the model was wrapped; stock PyTorch does not reduce them either."""
     model = Towers()
     model.towers[0].requires_grad_(False)
     wrapped = DDP(model, bucket_cap_mb=cap)

@@ -1,4 +1,4 @@
-"""Why no model came to the feature: told from what is imported, without looking for objects."""
+"""The reason why no model reached the feature, found in the imported modules, without a search for objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovpatch_plugins.ddp import ddp_report as report
 
 FSDP, DTENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 DEEPSPEED, MEGATRON = "deepspeed.runtime.engine", "megatron.core.distributed"
-PERHAPS = (
+POSSIBLE_REASONS = (
     "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other engines "
     "reduce "
     "gradients themselves"
@@ -22,7 +22,7 @@ PERHAPS = (
 
 @pytest.fixture(autouse=True)
 def imported(monkeypatch):
-    """Make modules look imported; none of them is to begin with."""
+    """Return a function that makes a module look imported. At first no library looks imported."""
 
     def imported(name, **attributes):
         module = types.ModuleType(name)
@@ -39,20 +39,20 @@ def imported(monkeypatch):
 
 
 def fsdp_module():
-    """Return FSDP2's base class as it is after the import, with the one class that torch itself makes of it."""
+    """Return the base class of FSDP2 as it is after the import, and the subclass that torch itself makes."""
     base = type("FSDPModule", (), {})
     return base, type("ReplicateModule", (base,), {})
 
 
-def test_a_plain_script_hears_nothing():
+def test_a_plain_script_gets_no_remark():
     assert report.describe_other_reducers() == ""
 
 
 @pytest.mark.parametrize("name", [FSDP, DTENSOR])
-def test_what_other_libraries_import_too_is_no_evidence(imported, name):
+def test_an_imported_module_alone_is_no_evidence(imported, name):
     base, _replicate = fsdp_module()
     imported(name, FSDPModule=base)
-    assert report.describe_other_reducers() == PERHAPS
+    assert report.describe_other_reducers() == POSSIBLE_REASONS
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -1,4 +1,4 @@
-"""Contributions that are declared and marked: modules that work in chunks, each with a backward of its own."""
+"""Contributions that are declared and marked, by modules that work in chunks, each with its own backward."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from tests.support.errors import error_of
 
 WORLDS = [2, 3]
 STEPS, CHUNKS = 4, 4
-TINY = {
-    "bucket_cap_mb": 0.0001
-}  # each parameter is a bucket, which is launched when the parameter is complete
+# Each parameter is a bucket, whose collective starts when its gradient is complete.
+TINY = {"bucket_cap_mb": 0.0001}
 
 
 class Chunked(torch.autograd.Function):
-    """Runs a module chunk by chunk; its backward runs one backward per chunk. The weights are no inputs of it."""
+    """A module in chunks, with a backward that runs one backward per chunk. The weights are no inputs of it."""
 
     @staticmethod
     def forward(ctx: Any, owner: InChunks, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +47,8 @@ class Chunked(torch.autograd.Function):
             zip(x.tensor_split(CHUNKS), grad.tensor_split(CHUNKS), strict=True)
         ):
             chunk = chunk.detach().requires_grad_()
-            if len(chunk):  # an empty one runs nothing, and marks
+            # An empty chunk runs nothing, but is marked.
+            if len(chunk):
                 with torch.enable_grad():
                     owner.inner(chunk).backward(above)
             owner.marks.mark(number)
@@ -57,24 +57,26 @@ class Chunked(torch.autograd.Function):
 
 
 class Marks:
-    """What a module in chunks tells: how many contributions to expect, and each; or, to see what then happens, others.
+    """Declarations and marks of the contributions of a module in chunks, with faults to test the consequences.
 
     Args:
         params: The parameters.
-        told: Whether they are told at all.
-        more: How many contributions are marked more than declared, or, negative, less.
+        is_declared: Whether contributions are declared and marked at all.
+        surplus: The number of marks beyond the declared ones; negative if marks are missing.
     """
 
-    def __init__(self, params: list[nn.Parameter], told: bool = True, more: int = 0) -> None:
-        self.params, self.told, self.more = params, told, more
+    def __init__(
+        self, params: list[nn.Parameter], is_declared: bool = True, surplus: int = 0
+    ) -> None:
+        self.params, self.is_declared, self.surplus = params, is_declared, surplus
 
     def declare(self, chunks: int) -> None:
-        for param in self.params if self.told else ():
+        for param in self.params if self.is_declared else ():
             expect_gradients(param, chunks)
 
     def mark(self, number: int) -> None:
-        times = 1 + (self.more if number == CHUNKS - 1 else 0)
-        for param in self.params if self.told else ():
+        times = 1 + (self.surplus if number == CHUNKS - 1 else 0)
+        for param in self.params if self.is_declared else ():
             for _ in range(times):
                 mark_gradient(param, f"chunk {number}")
 
@@ -91,7 +93,7 @@ class InChunks(nn.Module):
 
 
 class Deferred(torch.autograd.Function):
-    """A linear layer that adds to its weights' gradients itself: no hook of theirs sees anything of that."""
+    """A linear layer that adds to the gradients of its weights itself, without any call of their hooks."""
 
     @staticmethod
     def forward(ctx: Any, owner: InChunks, x: torch.Tensor) -> torch.Tensor:
@@ -113,8 +115,8 @@ class Deferred(torch.autograd.Function):
         return None, grad @ linear.weight
 
 
-class Whole(nn.Module):
-    """Runs a module as a whole or, to measure what another order of sums does, in chunks that autograd sees."""
+class Plain(nn.Module):
+    """A module without declarations: in one chunk, or in several that autograd sees, for another order of sums."""
 
     def __init__(self, inner: nn.Module, chunks: int) -> None:
         super().__init__()
@@ -128,9 +130,9 @@ class Net(nn.Module):
     """A dense layer, a module in chunks, a dense layer, and another module in chunks that may be left out.
 
     Args:
-        chunked: Whether they work in chunks; else what ``Whole`` does with ``chunks``.
-        reentrant: The kind of checkpoint around the first of them, if any.
-        bomb: Whether it can fail.
+        chunked: Whether both modules work in declared chunks. Otherwise they are ``Plain`` with ``chunks``.
+        reentrant: The kind of checkpoint around the first module in chunks. None: there is no checkpoint.
+        bomb: Whether this module can fail.
     """
 
     def __init__(
@@ -140,9 +142,9 @@ class Net(nn.Module):
         self.first = nn.Linear(6, 8)
         inner = [nn.Linear(8, 12), Mine() if bomb else nn.Tanh(), nn.Linear(12, 8)]
         middle, spare = nn.Sequential(*inner), nn.Linear(8, 8)
-        self.middle = InChunks(middle) if chunked else Whole(middle, chunks)
+        self.middle = InChunks(middle) if chunked else Plain(middle, chunks)
         self.last = nn.Linear(8, 3)
-        self.spare = InChunks(spare) if chunked else Whole(spare, chunks)
+        self.spare = InChunks(spare) if chunked else Plain(spare, chunks)
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
@@ -156,7 +158,7 @@ class Net(nn.Module):
 
 
 class Mine(nn.Tanh):
-    """Lets the backward of its second non-empty chunk from the left fail, when armed."""
+    """A function that makes the backward of the second non-empty chunk fail while it is armed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Mine.calls += 1
@@ -170,7 +172,7 @@ class Mine(nn.Tanh):
 
 
 def rows(step: int, micro: int = 0) -> int:
-    """Return a batch size that differs by step and rank; some have fewer rows than there are chunks, one has one."""
+    """Return a batch size that differs by step and rank. Some batches have fewer rows than there are chunks."""
     return [8, 3, 5, 1, 7][(step + micro + dist.get_rank()) % 5]
 
 
@@ -223,7 +225,7 @@ def _named(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(cases: Cases, features: tuple[str, ...] = ("ddp",)) -> dict[str, dict[str, Any]]:
-    """Train without chunks under stock DDP, and with them, patched; also stock with sums in another order."""
+    """Train stock without chunks, stock with sums in another order, and patched with chunks."""
     results = {}
     for name, kwargs in cases.items():
         plain = {key: value for key, value in kwargs.items() if key != "prepare"}
@@ -245,7 +247,7 @@ def check_cases(
 
 
 def check(results: list[dict[str, Any]], *, early: bool | None = True) -> None:
-    """Demand stock's values, the same parameters on all ranks, and that collectives were launched under backward."""
+    """Demand the values of stock PyTorch, equal parameters on all ranks, and collectives that start in the backward."""
     for result in results:
         compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
         compare(
@@ -270,7 +272,7 @@ def modes(*left_out: str, **axes: Any) -> Cases:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_chunks_compute_what_stock_computes_without(ranks, world):
+def test_chunks_compute_the_same_as_stock_pytorch_without_chunks(ranks, world):
     check_cases(
         ranks(world),
         {**modes(), **table(ddp=[MODES["search"]], spare=["never", "by step", "by rank"])},
@@ -278,23 +280,22 @@ def test_chunks_compute_what_stock_computes_without(ranks, world):
 
 
 def test_inside_checkpoints_and_with_microbatches_under_no_sync(ranks):
-    # Stock cannot search inside reentrant checkpoints.
+    # Stock PyTorch cannot search inside reentrant checkpoints.
     checkpoints = {**modes(reentrant=[False]), **modes("search", reentrant=[True])}
-    # Stock does not allow no_sync() in the first step of a static graph.
+    # Stock PyTorch does not allow no_sync() in the first step of a static graph.
     check_cases(ranks(2), {**checkpoints, **modes("static", micro=[2], keep=[False, True])})
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_with_the_optimizer_divided(ranks, world):
+def test_with_a_sharded_optimizer(ranks, world):
     for result in check_cases(ranks(world), modes("static", micro=[1, 2]), "dist_optimizer"):
         assert all(case["counters"]["steps"] == STEPS for case in result.values())
 
 
 def deferred(net: Net) -> None:
     net.spare.function = Deferred  # type: ignore[assignment]
-    net.first.weight.register_hook(
-        lambda grad: grad
-    )  # has every gradient be copied, and not reduced where it is
+    # A hook of the user makes the reducer copy every gradient instead of reducing it in place.
+    net.first.weight.register_hook(lambda grad: grad)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -310,7 +311,7 @@ def test_gradients_that_autograd_does_not_see(ranks, world):
 
 
 class Opaque:
-    """An output in which nobody finds tensors, so that only parameters tell of the backward."""
+    """An output in which the wrapper finds no tensors, so that only parameters announce the backward."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -320,7 +321,7 @@ class LastInChunks(nn.Module):
     def __init__(self, chunked: bool) -> None:
         super().__init__()
         inner = nn.Linear(8, 3)
-        self.first, self.second = nn.Linear(6, 8), InChunks(inner) if chunked else Whole(inner, 1)
+        self.first, self.second = nn.Linear(6, 8), InChunks(inner) if chunked else Plain(inner, 1)
 
     def forward(self, x: torch.Tensor) -> Opaque:
         return Opaque(self.second(self.first(x)))
@@ -346,41 +347,41 @@ def test_a_backward_that_begins_in_a_chunk(ranks, search):
         compare(records[:3], records[3:]).assert_equal()
 
 
-# ---------------------------------------------------------------- that the marks matter
+# --- missing and early marks ---
 
 
 def silent(net: Net) -> None:
-    net.middle.marks.told = False
+    net.middle.marks.is_declared = False
 
 
-def test_without_a_declaration_the_second_chunk_is_too_much(ranks):
+def test_without_a_declaration_the_second_chunk_is_an_error(ranks):
     for text in ranks(2)(error_of, both, {"": {"ddp": TINY, "prepare": silent}}):
         assert "ready only once" in text
         assert "middle." in text
 
 
 def one_mark(net: Net) -> None:
-    """Declare a single contribution and mark it after the first chunk, so that its bucket is launched at once."""
+    """Declare a single contribution and mark it after the first chunk, so that its collective starts immediately."""
     marks = net.middle.marks
     marks.declare = lambda chunks: [expect_gradients(param, 1) for param in marks.params]  # type: ignore[method-assign]
     marks.mark = lambda number: None if number else [mark_gradient(p, "all") for p in marks.params]  # type: ignore
 
 
-def test_marks_that_come_before_the_gradient_is_complete_are_noticed(ranks):
+def test_marks_that_come_before_the_gradient_is_complete_are_an_error(ranks):
     for text in ranks(2)(error_of, both, {"": {"ddp": TINY, "prepare": one_mark}}):
         assert "contribution 2 (its autograd hook)" in text
         assert "1 were declared" in text
 
 
-# ---------------------------------------------------------------- what can go wrong
+# --- wrong counts, and failures ---
 
 
 def short(net: Net) -> None:
-    net.middle.marks.more = -1
+    net.middle.marks.surplus = -1
 
 
 def short_on_one_rank(net: Net) -> None:
-    net.middle.marks.more = -dist.get_rank()
+    net.middle.marks.surplus = -dist.get_rank()
 
 
 def test_too_few_marks_are_reduced_at_the_end(ranks):
@@ -390,7 +391,7 @@ def test_too_few_marks_are_reduced_at_the_end(ranks):
 def steps_around(
     ddp: dict[str, Any], fault: Callable[[Net, bool], None], expected: str
 ) -> dict[str, Any]:
-    """Two clean steps, a faulty one that is skipped, two clean steps; stock does without the faulty one."""
+    """Run two clean steps, a faulty one that is skipped, and two clean steps. The stock arm has no faulty step."""
 
     def run(chunked: bool) -> tuple[list[Record], str]:
         torch.manual_seed(0)
@@ -432,7 +433,7 @@ def bomb(net: Net, armed: bool) -> None:
 
 def surplus_everywhere(net: Net, armed: bool) -> None:
     if isinstance(net.middle, InChunks):
-        net.middle.marks.more = int(armed)
+        net.middle.marks.surplus = int(armed)
 
 
 def surplus_on_rank_1(net: Net, armed: bool) -> None:
@@ -484,21 +485,21 @@ def all_steps_around(
 
 
 def left_out_at_first() -> None:
-    """A module in chunks takes part for the first time in a later step, in front of what has been launched."""
+    """Use a module in chunks for the first time in a later step, before modules whose collectives have started."""
     with ovpatch.applied("ddp"):
         wrapped = DDP(Net(chunked=True), find_unused_parameters=True, **TINY)
         for step in range(3):
             wrapped(data(step, 8, 6), step == 2).square().mean().backward()
 
 
-def test_what_was_taken_for_unused_and_comes_too_late_is_told(ranks):
+def test_a_gradient_that_comes_after_its_parameter_counted_as_unused_is_an_error(ranks):
     for text in ranks(2)(error_of, left_out_at_first):
         assert "'spare.inner.weight'" in text or "'spare.inner.bias'" in text
         assert text.endswith("OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0.")
 
 
 def twice_through_one_forward() -> dict[str, Any]:
-    """Two backwards through one forward: the second stays local, and declares and marks nevertheless."""
+    """Run two backwards through one forward. The second stays local, although it declares and marks."""
     records = {}
     with ovpatch.applied("ddp"):
         for chunked in (False, True):
@@ -512,6 +513,6 @@ def twice_through_one_forward() -> dict[str, Any]:
     return records
 
 
-def test_a_further_backward_through_one_forward(ranks):
+def test_a_second_backward_through_one_forward(ranks):
     for result in ranks(2)(twice_through_one_forward):
         torch.testing.assert_close(result[True], result[False], rtol=1e-4, atol=1e-6)

@@ -27,15 +27,14 @@ def loop(tensor_parallel: bool, ddp: dict[str, Any]) -> list[Record]:
     if tensor_parallel:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     wrapped = DDP(model, device_mesh=mesh["dp"], **ddp)
-    # Stock puts DTensors in the parameters' places at every forward, so they are held here.
+    # Stock PyTorch replaces the parameters by DTensors in every forward, so this loop holds them.
     params = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(params.values(), 0.01)
     replica = mesh.get_local_rank("dp")
     records = []
     for step in range(4):
-        generator = torch.Generator().manual_seed(
-            10 * step + replica
-        )  # the same on all ranks of a tensor-parallel row
+        # All ranks of a tensor-parallel row have the same data.
+        generator = torch.Generator().manual_seed(10 * step + replica)
         loss = wrapped(torch.randn(4, 8, generator=generator)).square().mean()
         loss.backward()
         records.append(
@@ -48,14 +47,13 @@ def loop(tensor_parallel: bool, ddp: dict[str, Any]) -> list[Record]:
 
 
 def reverted_midway() -> list[list[torch.Tensor]]:
-    """Train stock, and patched until ovpatch is reverted behind the second step."""
+    """Train stock, then patched until ovpatch is reverted after the second step."""
 
     def train(patched: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(
-            block(), nn.Linear(8, 8)
-        )  # the last one's parameters stay in the module
+        # The parameters of the last layer stay in the module.
+        model = nn.Sequential(block(), nn.Linear(8, 8))
         parallelize_module(model, mesh["tp"], {"0.0": ColwiseParallel(), "0.2": RowwiseParallel()})
         wrapped = DDP(model, device_mesh=mesh["dp"])
         params = list(model.parameters())
@@ -82,8 +80,8 @@ def test_revert_in_the_middle_of_training(ranks):
         assert all(map(torch.equal, stock, patched))
 
 
-def foreign_hands() -> list[bool]:
-    """Tell who is taken for a reader of gradients: nobody, nor torch's own hooks, but one of the script's."""
+def found_user_hooks() -> list[bool]:
+    """Return whether hooks of a user are found, at first, with hooks of torch, and with a hook of the script."""
     with ovpatch.applied("ddp"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = block()
@@ -100,8 +98,8 @@ def foreign_hands() -> list[bool]:
         return [*found, hooks.find_user_hooks()]
 
 
-def test_torchs_own_hooks_are_no_foreign_hands(ranks):
-    assert ranks(4)(foreign_hands) == [[False, True, False, True, False]] * 4
+def test_hooks_of_torch_do_not_count_as_user_hooks(ranks):
+    assert ranks(4)(found_user_hooks) == [[False, True, False, True, False]] * 4
 
 
 @pytest.mark.parametrize("tensor_parallel", [True, False])
@@ -112,4 +110,4 @@ def test_a_mesh_of_two_by_two(ranks, tensor_parallel, ddp):
     results = ranks(4)(both, loop, tensor_parallel, ddp)
     check(results, backwards=4)
     shape = results[0]["patched"][1]["param"]["0.weight"].shape
-    assert shape == ((8, 8) if tensor_parallel else (16, 8)), "each rank has its part of the layer"
+    assert shape == ((8, 8) if tensor_parallel else (16, 8)), "each rank has its shard of the layer"

@@ -1,4 +1,4 @@
-"""What cannot be right raises with a remedy, and an exception in backward does not end the training."""
+"""Wrong use raises an error with a remedy, and training continues after an exception in a backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Bomb = raising(RuntimeError, "CUDA out of memory. (not really)")
 
 
 class Mined(nn.Module):
-    """Layers with a bomb after each, so that a backward can end at any depth."""
+    """Layers with a function after each that may raise, so that a backward can fail at any depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def train(
 ) -> list[Record]:
     """Train; each step is (data seed, layer at which its backward fails). Failed steps are skipped.
 
-    With gradients that are zeroed in place the first rank comes late to a backward that fails: until then the others'
-    collectives wait in their gradients.
+    If gradients are zeroed in place, rank 0 comes late to a backward that fails. Until then, collectives of its peers
+    wait in their gradients.
     """
     torch.manual_seed(0)
     model = Mined().to(device())
@@ -77,12 +77,12 @@ def train(
 
 
 @reduced_in_place
-def failing_alike(
+def failing_on_all_ranks(
     ddp: dict[str, Any], depths: list[int], at_once: bool = False, **more: Any
 ) -> list[Record]:
-    """Every rank fails in the same steps, but not at the same layer; stock, which ends there, does without these.
+    """Fail on every rank in the same steps, but not at the same layer. Stock PyTorch skips these steps.
 
-    With ``at_once`` the first backward of all fails, on one rank perhaps before any gradient came.
+    With ``at_once`` the first backward fails, on some rank perhaps before it has computed any gradient.
     """
     bombs = [depths[(dist.get_rank() + turn) % len(depths)] for turn in (0, 1)]
     steps = [(0, None), (1, None), (90, bombs[0]), (2, None), (91, bombs[1]), (3, None)]
@@ -104,27 +104,27 @@ def require(results: list[dict[str, Any]], recovered: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks, world):
+def test_training_continues_after_an_exception_in_backward_on_all_ranks(ranks, world):
     small = {"bucket_cap_mb": 0.0001}
     ddp = [small, {**small, "find_unused_parameters": True}]
     cases = table(ddp=ddp, depths=[[1], [3], [0, 3], [3, 1, 0]])
-    check_cases(ranks(world), failing_alike, cases, check=require, recovered=2)
+    check_cases(ranks(world), failing_on_all_ranks, cases, check=require, recovered=2)
     zeroed = table(ddp=ddp, depths=[[0]], set_to_none=[False])
-    check_cases(ranks(world), failing_alike, zeroed, check=require, recovered=2)
+    check_cases(ranks(world), failing_on_all_ranks, zeroed, check=require, recovered=2)
 
 
-def test_training_goes_on_after_an_exception_in_the_first_backward(ranks):
+def test_training_continues_after_an_exception_in_the_first_backward(ranks):
     ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
     cases = table(
-        ddp=[{"bucket_cap_mb": 0.0001, **one} for one in ddp],
+        ddp=[{"bucket_cap_mb": 0.0001, **kwargs} for kwargs in ddp],
         depths=[[0, 3], [3, 0], [3], [1]],
         at_once=[True],
     )
-    check_cases(ranks(2), failing_alike, cases, check=require, recovered=1)
+    check_cases(ranks(2), failing_on_all_ranks, cases, check=require, recovered=1)
 
 
 def failing_alone(depth: int, good_steps: int = 1) -> str:
-    """Rank 1 fails after some good steps and continues; its part is missing in the gradients of rank 0."""
+    """Fail on rank 1 after some good steps, and continue; its contribution is missing in the gradients of rank 0."""
     with ovpatch.applied("ddp"):
         wrapped = DDP(Mined().to(device()), bucket_cap_mb=0.0001)
         text = _fail_alone(wrapped, depth, good_steps)
@@ -147,21 +147,22 @@ def _fail_alone(wrapped: DDP, depth: int, good_steps: int) -> str:
             else contextlib.nullcontext()
         ):
             wrapped(data(1, 4, 8), depth).square().mean().backward()
-        while time.monotonic() < deadline:  # on CUDA the flags come in the background
+        # On CUDA the flags arrive in the background.
+        while time.monotonic() < deadline:
             wrapped(data(2, 4, 8))
             if dist.get_rank() == 1:
-                return "went on"
+                return "continued"
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("depth", [0, 2, 3])
-def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks, depth):
+def test_a_rank_whose_peer_lost_a_backward_raises(ranks, depth):
     texts = ranks(2)(failing_alone, depth)
     assert "ended the backward of step 1 on another rank" in texts[0]
     assert "Restart from the last checkpoint" in texts[0]
-    assert texts[1] == "went on"
+    assert texts[1] == "continued"
 
 
 class Partial(nn.Module):
@@ -182,7 +183,7 @@ def unused_without_search(quiet: bool) -> str:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_unused_parameters_without_the_search_raise_as_stock_and_are_named(ranks, quiet):
+def test_unused_parameters_without_the_search_raise_as_in_stock_pytorch_and_are_named(ranks, quiet):
     for text in ranks(2)(unused_without_search, quiet):
         assert text.startswith("Expected to have finished reduction in the prior iteration")
         assert "spare.weight, spare.bias" in text
@@ -191,7 +192,7 @@ def test_unused_parameters_without_the_search_raise_as_stock_and_are_named(ranks
 
 
 class Shared(nn.Module):
-    """One layer in two reentrant segments: two gradient contributions in one backward."""
+    """One layer in two reentrant checkpoints, which gives two contributions to its gradients in one backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ def test_a_second_contribution_is_an_error_without_static_graph_and_right_with_i
 
 
 def around_the_wrapper(fails_at: str) -> list[Record]:
-    """After a failed backward, run one around the wrapper, which our hooks see as stock PyTorch's do."""
+    """Fail in a backward, then run a backward without the wrapper, which the hooks of both reducers see."""
     model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device()))
     for step in range(3):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""What hooks do to other parameters' gradients in the middle of a backward has stock's effect."""
+"""Hooks that change gradients of other parameters in the middle of a backward act as in stock PyTorch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DEEDS: dict[str, Callable[[nn.Module], None]] = {
 def loop(
     deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any] | None = None
 ) -> list[Record]:
-    """The second block's backward hook does something to all gradients, those before it and those to come."""
+    """Change all gradients in a backward hook of the second block, before some gradients are computed."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap, **(ddp or {}))
     block = model[1]
@@ -92,7 +92,7 @@ def loop(
 def test_a_module_backward_hook_that_changes_all_gradients(ranks, world):
     where = ["register_full_backward_hook", "register_full_backward_pre_hook"]
     cases = table(deed=DEEDS, where=where, cap=CAPS, accumulate=[False])
-    # Hooks on all modules, or on the wrapper, are called as those on a module are.
+    # Hooks on all modules, or on the wrapper, are called like hooks on a module.
     cases |= table(deed=DEEDS, where=["global", "wrapper"], cap=CAPS[:1], accumulate=[False])
     check_cases(ranks(world), loop, cases, backwards=4)
 
@@ -100,9 +100,10 @@ def test_a_module_backward_hook_that_changes_all_gradients(ranks, world):
 def test_with_gradients_that_accumulate(ranks):
     once = {"where": ["register_full_backward_hook"], "cap": CAPS, "accumulate": [True]}
     cases = table(deed=DEEDS, ddp=[{}, {"find_unused_parameters": True}], **once)
-    # Stock raises where a static graph's first backward loses a gradient.
+    # Stock PyTorch raises if the first backward of a static graph loses a gradient.
     static = table(deed=DEEDS.keys() - {"zeroes", "drops"}, ddp=[{"static_graph": True}], **once)
-    check_cases(ranks(2), loop, some({**cases, **static}), backwards=4)  # each deed in several ways
+    # A third of the cases still has each deed in several ways.
+    check_cases(ranks(2), loop, some({**cases, **static}), backwards=4)
 
 
 PLACES = ["a block", "around a block", "in a module without children", "after others were deleted"]
@@ -110,7 +111,7 @@ PLACES = ["a block", "around a block", "in a module without children", "after ot
 
 @reduced_in_place
 def loop_hook_during_training(cap: float, place: str) -> list[Record]:
-    """A hook that comes after the first steps, on a block that was wrapped with everything else, or on a new module."""
+    """Register a hook after the first steps, on a block that existed at the wrap, or on a new module."""
     model = net().append(nn.Sequential())
     wrapped = DDP(model, bucket_cap_mb=cap)
     records = record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in range(2)))
@@ -136,7 +137,7 @@ def test_a_hook_registered_later(ranks):
 
 
 def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
-    """A hook on the first weight, whose gradient comes last, from after the forward to after the backward."""
+    """Register a hook on the first weight, whose gradient comes last, from each forward to the end of its backward."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap)
     first = next(model.parameters())
@@ -145,11 +146,11 @@ def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
         loss = wrapped(data(step, 4, 6)).square().mean()
         met: list[list[torch.Tensor | None]] = []
 
-        def look(*_: Any, met: list[list[torch.Tensor | None]] = met) -> None:
+        def read(*_: Any, met: list[list[torch.Tensor | None]] = met) -> None:
             met.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
             DEEDS.get(deed, lambda model: None)(model)
 
-        handle = getattr(first, hook)(look)
+        handle = getattr(first, hook)(read)
         loss.backward()
         handle.remove()
         records.append(seen(model, loss, met=met))
@@ -160,7 +161,7 @@ def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_hook_registered_between_forward_and_backward(ranks, world):
     hooks = ["register_hook", "register_post_accumulate_grad_hook"]
-    cases = table(hook=hooks, deed=["looks", "scales"], cap=CAPS)
+    cases = table(hook=hooks, deed=["reads", "scales"], cap=CAPS)
     for result in check_cases(ranks(world), loop_hook_between, cases, backwards=4):
         assert all(
             len(record["met"]) == 1 for case in result.values() for record in case["patched"]
@@ -168,7 +169,7 @@ def test_a_hook_registered_between_forward_and_backward(ranks, world):
 
 
 def loop_shared(caps: tuple[float, float], together: bool) -> list[Record]:
-    """Two wrappers whose models share parameters, trained in turn and together."""
+    """Train two wrappers whose models share parameters, in turn or together."""
     torch.manual_seed(0)
     trunk = nn.Linear(6, 6)
     first, second = nn.Sequential(trunk, nn.Linear(6, 3)), nn.Sequential(nn.Linear(6, 6), trunk)
@@ -197,17 +198,17 @@ def test_two_wrappers_that_share_a_layer(ranks, world):
 def delayed(model: nn.Sequential, cap: float) -> DDP:
     """Wrap a model whose last bias is reduced by a hook of DistributedDataParallel; it gets the stock reducer."""
     bias = [(name, param) for name, param in model.named_parameters() if name == "1.bias"]
-    whole = math.ceil(cap)  # torch 2.11 takes no fraction with these arguments
     return DDP(
         model,
-        bucket_cap_mb=whole,
+        # torch 2.11 takes no fraction with the following arguments.
+        bucket_cap_mb=math.ceil(cap),
         delay_all_reduce_named_params=bias,
         param_to_hook_all_reduce=model[1].weight,
     )
 
 
 def with_comm_hook(model: nn.Sequential, cap: float) -> DDP:
-    """Wrap a model that our reducer gives up later."""
+    """Wrap a model, and make it fall back to the stock reducer."""
     wrapped = DDP(model, bucket_cap_mb=cap)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     return wrapped
@@ -222,7 +223,7 @@ STOCK: dict[str, Callable[[nn.Sequential, float], DDP]] = {
 def loop_shared_with_stock(
     which: str, stock_is_first: bool, caps: tuple[float, float]
 ) -> list[Record]:
-    """Of two wrappers whose models share parameters, one has the stock reducer."""
+    """Train two wrappers whose models share parameters. One of them has the stock reducer."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
     ours, theirs = (nn.Sequential(trunk, nn.Linear(6, 3)) for _ in range(2))
@@ -231,12 +232,12 @@ def loop_shared_with_stock(
     records = []
     for step in range(4):
         sum(
-            one(data(step, 4, 6, micro=m)).square().mean() for m, one in enumerate(wrapped)
+            model(data(step, 4, 6, micro=m)).square().mean() for m, model in enumerate(wrapped)
         ).backward()
-        # Of the other model what is shared: torch does not wait for the reduction of the delayed bias.
+        # Record only the shared part of the second model: torch does not wait for the reduction of the delayed bias.
         records.append({"ours": seen(ours), "theirs": seen(theirs[0])})
-        for one in wrapped:
-            one.zero_grad()
+        for model in wrapped:
+            model.zero_grad()
     return records
 
 
@@ -249,7 +250,7 @@ def test_a_wrapper_with_the_stock_reducer_that_shares_layers(ranks, world):
 
 
 class SharedMemory(nn.Module):
-    """Autograd gives both weights one memory for their gradients."""
+    """Two weights for whose gradients autograd uses one memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ def test_two_weights_whose_gradients_share_memory(ranks, world):
     check_cases(ranks(world), loop_shared_memory, table(cap=CAPS), backwards=5)
 
 
-# --- hooks on the AccumulateGrad nodes that our reducer listens to ---
+# --- hooks on the AccumulateGrad nodes on which the reducer has its hooks ---
 
 
 def hooked(where: str, layer: int) -> list[Record]:
@@ -290,23 +291,22 @@ def hooked(where: str, layer: int) -> list[Record]:
     if where == "before":
         node.register_hook(double)
     wrapped = DDP(net)
-    if where == "behind":
+    if where == "after":
         node.register_hook(double)
     losses = (wrapped(data(step, 4, 8)).square().mean() for step in range(3))
     return record_steps(net, losses, torch.optim.SGD(net.parameters(), 0.1))
 
 
-def test_what_they_do_counts_as_under_stock(ranks):
-    check_cases(ranks(2), hooked, table(where=["before", "behind"], layer=[0, 1]), backwards=3)
+def test_hooks_on_nodes_act_as_in_stock_pytorch(ranks):
+    check_cases(ranks(2), hooked, table(where=["before", "after"], layer=[0, 1]), backwards=3)
 
 
 def wrapped_again() -> list[bool]:
     found = []
     with ovpatch.applied("ddp"):
         net = nn.Linear(8, 8)
-        nodes = [
-            get_gradient_edge(param).node for param in net.parameters()
-        ]  # which outlive the wrapper
+        # These references make the nodes outlive the wrapper.
+        nodes = [get_gradient_edge(param).node for param in net.parameters()]
         for _ in range(2):
             wrapped = DDP(net)
             wrapped(torch.ones(2, 8)).sum().backward()
@@ -317,5 +317,5 @@ def wrapped_again() -> list[bool]:
     return found
 
 
-def test_those_of_an_earlier_wrapper_are_gone_with_it(ranks):
+def test_hooks_of_an_earlier_wrapper_are_removed_with_it(ranks):
     assert ranks(2)(wrapped_again) == [[False, False]] * 2

@@ -1,4 +1,4 @@
-"""The same loops on GPUs over NCCL, and what only streams can get wrong."""
+"""The same loops on GPUs over NCCL, and loops whose errors only streams can cause."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_loops_on_gpus(ranks, name):
         assert result["counters"]["stock_models"] == 0
 
 
-def test_training_goes_on_after_an_exception_on_gpus(ranks):
+def test_training_continues_after_an_exception_on_gpus(ranks):
     results = ranks(2)(
-        both, test_failures.failing_alike, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl"
+        both, test_failures.failing_on_all_ranks, {"bucket_cap_mb": 0.0001}, [0, 3], backend="nccl"
     )
     test_failures.require(results, recovered=2)
 
@@ -75,7 +75,7 @@ def test_a_lost_backward_is_reported_on_gpus(ranks):
 
 
 def dropped_sum() -> int:
-    """Drop sums that another rank joins late, and take memory of their size; return how much of it is changed."""
+    """Drop sums that a peer joins late, and allocate memory of their size; return the number of changed elements."""
     place = torch.device("cuda", torch.cuda.current_device())
     flags = StepFlags(dist.group.WORLD, place, "ddp")
     dist.all_reduce(torch.zeros(1, device=place))
@@ -83,13 +83,11 @@ def dropped_sum() -> int:
     if dist.get_rank() == 1:
         torch.cuda._sleep(1_000_000_000)
     for step in range(3):
-        flags.start_all_reduce(
-            step, failed=True
-        )  # a sum that is larger than what there was, whatever there is
+        # The sum of failures differs from any value in the memory before.
+        flags.start_all_reduce(step, failed=True)
     del flags
-    taken = [
-        torch.full((1,), 7, dtype=torch.int32, device=place) for _ in range(5000)
-    ]  # all small blocks there are
+    # This allocates all small blocks that the allocator has.
+    taken = [torch.full((1,), 7, dtype=torch.int32, device=place) for _ in range(5000)]
     torch.cuda.synchronize()
     return int((torch.cat(taken) != 7).sum())
 
@@ -99,7 +97,7 @@ def test_a_sum_that_is_dropped_writes_to_no_other_memory(ranks):
 
 
 class TwoStreams(nn.Module):
-    """Half of the layers run on a stream of their own, so their gradients come from it, late."""
+    """A model in which half of the layers run on their own stream, from which their gradients come late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +142,7 @@ class MLP(nn.Module):
 
 def loop_compiled(outside: bool, backend: str) -> list[Record]:
     torch._dynamo.reset()
-    # Inductor times the configurations of a reduction, which add up in other orders; here it may take one of a kind.
+    # Inductor times configurations of a reduction that add in different orders. Both arms must use the same one.
     torch.use_deterministic_algorithms(True, warn_only=True)
     model = MLP().to(device())
     wrapped = DDP(model) if outside else DDP(torch.compile(model, backend=backend))
@@ -162,9 +160,10 @@ def test_torch_compile_on_gpus(ranks, outside):
 
 
 def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
-    """Train with forwards on a stream of their own, which takes memory again as soon as the host has ended a backward.
+    """Train with forwards on their own stream, which allocates memory as soon as the host has finished a backward.
 
-    Rank 1 is late, so rank 0's device has not begun to reduce by then. One gradient does not divide by the ranks.
+    Rank 1 is late, so the device of rank 0 has not started to reduce by then. The size of one gradient is no multiple
+    of the number of ranks.
     """
     torch.manual_seed(1)
     raw = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 1025), nn.Linear(1025, 1023)).to(
@@ -172,7 +171,8 @@ def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
     )
     model = wrap(raw, bucket_cap_mb=5)
     optimizer = torch.optim.SGD(raw.parameters(), 0.1)
-    if hooks:  # then gradients are copied before they are reduced
+    # With hooks, gradients are copied before they are reduced.
+    if hooks:
         for param in raw.parameters():
             param.register_hook(lambda grad: grad * 1)
     forwards, records = torch.cuda.Stream(), []
@@ -185,8 +185,8 @@ def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
         torch.cuda.current_stream().wait_stream(forwards)
         loss.backward()
         with torch.cuda.stream(forwards):
-            other = [torch.full((1025, 1023), torch.nan, device=device()) for _ in range(12)]
-        del other
+            overwritten = [torch.full((1025, 1023), torch.nan, device=device()) for _ in range(12)]
+        del overwritten
         optimizer.step()
         optimizer.zero_grad()
         records.append({"loss": loss.detach().clone()})
@@ -194,16 +194,16 @@ def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_memory_is_not_given_back_before_it_was_read(ranks, hooks):
+def test_memory_is_not_released_before_it_was_read(ranks, hooks):
     for result in same_bits(ranks(2)(both, loop_memory_of_another_stream, hooks, backend="nccl")):
         assert result["counters"]["backwards"] > 0
 
 
-# --- what only NCCL and CUDA have: SM budgets, averages in the collective, CUDA graphs, models over several devices ---
+# --- features of NCCL and CUDA: SM budgets, averages in the collective, CUDA graphs, models over several devices ---
 
 
 class Mixed(nn.Module):
-    """Large weights, which are reduced in place, and small ones, which go through a flat tensor."""
+    """Large weights, whose gradients are reduced in place, and small ones, whose gradients use a flat tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,9 +221,8 @@ def loop_mixed(
 ) -> list[Record]:
     model = Mixed().to(device(), dtype)
     wrapped = DDP(model, **ddp)
-    cls = (
-        torch.optim.SGD if dtype is torch.float16 else torch.optim.AdamW
-    )  # whose eps is zero in float16
+    # The eps of AdamW is zero in float16.
+    cls = torch.optim.SGD if dtype is torch.float16 else torch.optim.AdamW
     optimizer = cls(wrapped.parameters(), 1e-3)
     records = []
     for step in range(6):
@@ -251,11 +250,10 @@ def loop_mixed(
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_option_gives_stocks_bits(ranks, options, dtype):
+def test_every_option_gives_the_bits_of_stock_pytorch(ranks, options, dtype):
     for result in ranks(2)(both, loop_mixed, backend="nccl", dtype=dtype, options=options):
-        if dtype is torch.float16 and options.get(
-            "average_in_collective"
-        ):  # NCCL rounds it otherwise
+        # NCCL rounds an average in fp16 differently.
+        if dtype is torch.float16 and options.get("average_in_collective"):
             compare(result["stock"], result["patched"], floor=1e-4).assert_equal()
         else:
             compare(result["stock"], result["patched"]).assert_bitwise()
@@ -275,7 +273,7 @@ def test_gradients_reduced_in_place_and_through_a_flat_tensor(ranks, accumulate,
 
 
 def loop_fp32() -> list[Record]:
-    """One bf16 step, with each rank's own gradients beside the averaged ones."""
+    """Compute averaged gradients in bf16, and averages by hand of the local gradients in fp32."""
     model = Mixed().to(device(), torch.bfloat16)
     wrapped = DDP(model)
     wrapped(data(0, 32, 640).bfloat16()).square().mean().backward()
@@ -295,7 +293,7 @@ def loop_fp32() -> list[Record]:
 
 
 @pytest.mark.gpu(4)
-def test_half_precision_gradients_averaged_in_float32(ranks):
+def test_low_precision_gradients_are_averaged_in_fp32(ranks):
     results = ranks(4)(both, loop_fp32, backend="nccl", options={"grad_reduce_in_fp32": True})
     for result in results:
         patched, stock = result["patched"][0], result["stock"][0]
@@ -304,11 +302,11 @@ def test_half_precision_gradients_averaged_in_float32(ranks):
             not torch.equal(stock["averaged"][name], stock["by hand"][name])
             for name in stock["by hand"]
         ]
-        assert any(differ), "the data does not tell bf16 from float32"
+        assert any(differ), "with this data, bf16 and fp32 give the same averages"
 
 
 def loop_graphed() -> list[Record]:
-    """Forward, backward and optimizer step in one CUDA graph, as torch's notes on CUDA graphs have it."""
+    """Capture forward, backward and optimizer step in one CUDA graph, as in torch's notes on CUDA graphs."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         model = Mixed().to(device())
@@ -334,7 +332,7 @@ def loop_graphed() -> list[Record]:
         graph.replay()
         records.append(seen(model, loss))
     torch.cuda.synchronize()
-    # And eager steps again, on the same model.
+    # Eager steps on the same model follow.
     for step in range(20, 23):
         optimizer.zero_grad()
         loss = wrapped(data(step, 32, 640)).square().mean()
@@ -345,13 +343,13 @@ def loop_graphed() -> list[Record]:
     return records
 
 
-def test_a_whole_step_in_a_cuda_graph(ranks):
+def test_a_full_step_in_a_cuda_graph(ranks):
     for result in same_bits(ranks(2)(both, loop_graphed, backend="nccl", timeout=120)):
         assert result["counters"]["backwards"] == 12 + 1 + 3
 
 
 class Split(nn.Module):
-    """Two halves on two devices of one process."""
+    """A model with two halves, on two devices of one process."""
 
     def __init__(self, first: torch.device, second: torch.device) -> None:
         super().__init__()
@@ -373,7 +371,7 @@ def loop_split(**ddp: Any) -> list[Record]:
 
 
 def split_case(**ddp: Any) -> dict[str, Any]:
-    """The pool's process group is bound to one device per rank; this one is not."""
+    """Run both arms in a process group that is not bound to one device per rank, as the group of the pool is."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=fresh_store("unbound"), rank=rank, world_size=world)

@@ -1,4 +1,4 @@
-"""What a user holds on to keeps the values that it has under stock DDP."""
+"""Gradients and outputs that a user keeps have the values that they have with stock DDP."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def test_a_loop_reduced_in_place_changes_no_constant_that_a_module_may_import_meanwhile():
+def test_a_loop_reduced_in_place_changes_no_constant_that_a_module_may_import():
     assert reduced_in_place(lambda: dict(vars(grad_bucket)))() == vars(grad_bucket)
 
 
 @reduced_in_place
 def loop_keeps_last_gradients(how: str) -> list[Record]:
-    """Keeps each step's gradients, without a copy, over the following steps."""
+    """Keep the gradients of each step over the following steps, without a copy."""
     model = net().to(device())
     wrapped = DDP(model)
     kept, records = [], []
@@ -72,7 +72,7 @@ def test_a_kept_gradient_is_not_overwritten_by_later_steps(ranks, world):
 
 @reduced_in_place
 def loop_own_gradient_tensors(flat: bool) -> list[Record]:
-    """The user allocates the gradients, as slices of one flat tensor or alone, and reads them through those."""
+    """Allocate gradients as a script, as slices of one flat tensor or separately, and read them in that memory."""
     model = net().to(device())
     wrapped = DDP(model)
     params = list(model.parameters())
@@ -120,7 +120,7 @@ def test_some_gradients_set_to_none_and_others_zeroed(ranks, world):
 
 @reduced_in_place
 def loop_user_hooks() -> list[Record]:
-    """Hooks see local gradients before the reduction, and what they write is reduced."""
+    """Read and change local gradients in hooks, before the reduction."""
     model = net().to(device())
     wrapped = DDP(model)
     saw: list[Any] = []
@@ -146,7 +146,7 @@ def test_user_hooks_see_and_change_local_gradients(ranks, world):
 
 
 def loop_create_graph() -> list[Record]:
-    """Stock raises on this model ("a leaf Variable that requires grad …"), so its arm runs without the graph."""
+    """Train with ``create_graph``, on which stock PyTorch raises ("a leaf Variable that …"), so its arm has none."""
     create_graph = is_patched()
     model = net().to(device())
     wrapped = DDP(model)
@@ -166,7 +166,7 @@ def test_create_graph_gives_the_same_gradients(ranks, world):
 
 
 def loop_autograd_grad(find_unused: bool, of: str) -> list[Record]:
-    """Derivatives that add to no parameter's gradient, before a backward and instead of one."""
+    """Compute derivatives that add to no gradient of a parameter, before a backward and instead of one."""
     model = net().to(device())
     wrapped = DDP(model, find_unused_parameters=find_unused)
     records = []
@@ -175,7 +175,8 @@ def loop_autograd_grad(find_unused: bool, of: str) -> list[Record]:
         out = wrapped(x)
         wanted = [x] if of == "input" else list(model.parameters())
         grads = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
-        if step != 1:  # one step without a backward at all
+        # Step 1 has no backward.
+        if step != 1:
             penalty = sum(g.square().sum() for g in grads) if of == "input" else 0.0
             (out.square().mean() + penalty).backward()
         records.append({"grads": copies(list(grads)), **seen(model)})

@@ -1,4 +1,4 @@
-"""Backwards that are nobody's step: what stays local under stock stays local."""
+"""Backwards that belong to no step: gradients that stay local in stock PyTorch stay local."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loss_of(model: nn.Module, step: int, micro: int = 0) -> torch.Tensor:
 
 
 def bypass(wrapped: DDP, step: int) -> Iterator[Record]:
-    """The module itself, without the wrapper, between two steps."""
+    """Run the module without the wrapper between two steps."""
     loss_of(wrapped, step).backward()
     loss_of(wrapped.module, step, 1).backward()
     yield seen(wrapped.module)
@@ -31,7 +31,7 @@ def bypass(wrapped: DDP, step: int) -> Iterator[Record]:
 
 
 def grad_after_backward(wrapped: DDP, step: int, of: str) -> Iterator[Record]:
-    """Derivatives through the graph of a step that has been reduced."""
+    """Compute derivatives through the graph of a step that was reduced."""
     model, x = wrapped.module, data(step, 4, 6).requires_grad_()
     loss = wrapped(x).square().mean()
     loss.backward(retain_graph=True)
@@ -42,7 +42,7 @@ def grad_after_backward(wrapped: DDP, step: int, of: str) -> Iterator[Record]:
 
 
 def grad_raises(wrapped: DDP, step: int, to_input: bool) -> Iterator[Record]:
-    """A derivative that fails half-way leaves nothing behind that would reduce the next backward."""
+    """Fail in a derivative, which must leave no state that would reduce the next backward."""
     x = data(step, 4, 6).requires_grad_()
     loss = wrapped(Refusal.apply(x)).square().mean()
     loss.backward(retain_graph=True)
@@ -59,7 +59,7 @@ def grad_raises(wrapped: DDP, step: int, to_input: bool) -> Iterator[Record]:
 
 
 def backward_of_inputs(wrapped: DDP, step: int) -> Iterator[Record]:
-    """``backward(inputs=[x])`` after the step adds to no parameter."""
+    """Call ``backward(inputs=[x])`` after the step, which adds to no parameter."""
     x = data(step, 4, 6).requires_grad_()
     loss = wrapped(x).square().mean()
     loss.backward(retain_graph=True)
@@ -69,7 +69,7 @@ def backward_of_inputs(wrapped: DDP, step: int) -> Iterator[Record]:
 
 
 def no_sync_twice(wrapped: DDP, step: int) -> Iterator[Record]:
-    """A forward under no_sync never was a step, and neither is a second backward through it."""
+    """Run two backwards through a forward under no_sync, which belong to no step."""
     with wrapped.no_sync():
         loss = loss_of(wrapped, step)
     loss.backward(retain_graph=True)
@@ -80,8 +80,8 @@ def no_sync_twice(wrapped: DDP, step: int) -> Iterator[Record]:
     wrapped.zero_grad()
 
 
-def no_sync_beside(wrapped: DDP, step: int) -> Iterator[Record]:
-    """A forward under no_sync while a synchronised one waits for its backward, which comes first."""
+def no_sync_between(wrapped: DDP, step: int) -> Iterator[Record]:
+    """Run a forward under no_sync between a synchronized forward and its backward, which comes first."""
     first = loss_of(wrapped, step)
     with wrapped.no_sync():
         second = loss_of(wrapped, step, 1)
@@ -121,10 +121,11 @@ def test_after_an_autograd_grad_that_raised_a_no_sync_backward_stays_local(ranks
     )
 
 
-def test_what_went_forward_under_no_sync_stays_local(ranks):
-    results = check_cases(ranks(2), loop, table(do=[no_sync_twice, no_sync_beside]), backwards=3)
+def test_backwards_of_forwards_under_no_sync_stay_local(ranks):
+    results = check_cases(ranks(2), loop, table(do=[no_sync_twice, no_sync_between]), backwards=3)
     check_local(
-        [{name: case for name, case in result.items() if "beside" in name} for result in results], 1
+        [{name: case for name, case in result.items() if "between" in name} for result in results],
+        1,
     )
 
 
@@ -132,13 +133,13 @@ def check_local(results: list[dict[str, Any]], record: int) -> None:
     """Demand that gradients differ by rank in a record of each case."""
     for name, case in results[0].items():
         first, second = (
-            one["patched"][record]["grad"]["0.weight"] for one in (case, results[1][name])
+            arms["patched"][record]["grad"]["0.weight"] for arms in (case, results[1][name])
         )
         assert not torch.equal(first, second), name
 
 
 class Stem(nn.Module):
-    """Uses its first layer or leaves it out; the gradient of the first layer comes last."""
+    """A model that uses its first layer or leaves it out. The gradient of the first layer comes last."""
 
     def __init__(self) -> None:
         super().__init__()

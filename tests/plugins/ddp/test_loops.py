@@ -1,4 +1,4 @@
-"""Plain training loops in the ways people write them: the patched run equals the stock run."""
+"""Plain training loops as people write them: the patched run equals the stock run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORLDS = [2, 3]
 
 
 class Net(nn.Module):
-    """Linear layers, a normalisation, a convolution and a tied embedding, small but of every kind."""
+    """A small model with linear layers, a normalization, a convolution and a tied embedding."""
 
     def __init__(self, *, checkpointing: bool | None = None) -> None:
         super().__init__()
@@ -92,12 +92,13 @@ def test_optimizer_built_before_or_after_the_wrap_and_zero_grad_in_either_form(r
         early_optimizer=[False], set_to_none=[True, False], ddp=[{"gradient_as_bucket_view": True}]
     )
     viewed = ranks(world)(all_both, loop_plain, views)
-    # Stock divides by 3 where p.grad is its bucket's view, and multiplies by 1/3 otherwise, as we always do: its run
-    # without views has our bits. Against the one with views AdamW makes more of it than a fixed tolerance.
+    # The stock reducer divides by 3 if p.grad is a view of its bucket. Otherwise it multiplies by 1/3, and the patched
+    # reducer always does, so the stock run without views has the same bits. AdamW amplifies the difference to the stock
+    # run with views beyond a fixed tolerance.
     if world == 3:
-        for result, other in zip(viewed, results, strict=True):
+        for result, without_views in zip(viewed, results, strict=True):
             for name, case in result.items():
-                case["stock"] = other[name.rpartition(", ddp")[0]]["stock"]
+                case["stock"] = without_views[name.rpartition(", ddp")[0]]["stock"]
     check_all(viewed, backwards=4)
 
 
@@ -224,7 +225,8 @@ def loop_ema_eval_save() -> list[Record]:
     optimizer = optimizer_for(wrapped)
     records = []
     for step in range(4):
-        if dist.get_rank() == 0:  # rank 0 alone: evaluation through the wrapper, and saving
+        # Rank 0 alone evaluates through the wrapper, and saves.
+        if dist.get_rank() == 0:
             with torch.no_grad():
                 value = wrapped(data(100 + step, 2, 5)).sum()
             records.append({"eval": value, "saved": copy.deepcopy(wrapped.state_dict())})

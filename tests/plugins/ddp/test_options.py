@@ -1,4 +1,4 @@
-"""Values of the feature's options, as its users may give them, in the call and by environment variables."""
+"""Values of the options of the feature that users may set, in the call and by environment variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_bucket_capacity(given, value):
         *[("overlap_grad_reduce", value) for value in ("perhaps", 1, None)],
     ],
 )
-def test_other_values_are_refused_by_name_before_anything_is_patched(name, given):
+def test_bad_values_are_refused_by_name_before_any_patch(name, given):
     init = vars(DDP)["__init__"]
     with pytest.raises(ovpatch.SettingsError, match=rf"ddp\.{name}=.*expected"):
         ovpatch.apply("ddp", options={"ddp": {name: given}})
@@ -62,7 +62,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_every_option_can_come_from_the_environment_and_shows_in_the_report(monkeypatch, name):
+def test_the_report_shows_every_option_of_the_environment(monkeypatch, name):
     text, value = VARIABLES[name]
     variable = f"OVPATCH_DDP_{name}"
     monkeypatch.setenv(variable, text)
@@ -83,7 +83,7 @@ def test_a_variable_that_cannot_be_read_is_named(monkeypatch, name):
         ovpatch.apply("ddp")
 
 
-def test_every_option_is_tried_from_the_environment():
+def test_the_table_of_variables_has_every_option():
     from ovpatch_plugins.ddp.ddp_options import OPTIONS as known
 
     assert {option.name for option in known} == {name.lower() for name in VARIABLES}
@@ -95,7 +95,7 @@ def by_environment() -> list[list[int]]:
         return [list(bucket.indices) for bucket in reducer.sync.buckets]
 
 
-def test_the_environment_of_the_ranks_counts(ranks):
+def test_ranks_read_their_own_environment(ranks):
     env = {"OVPATCH_DDP_BUCKET_GRANULARITY": "module"}
     assert [len(buckets) for buckets in ranks(2)(by_environment, env=env)] == [1, 1]
     env = {"OVPATCH_DDP_BUCKET_GRANULARITY": "layer"}

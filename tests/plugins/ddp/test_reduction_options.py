@@ -1,4 +1,4 @@
-"""What each option changes, and that it changes no result that it should not."""
+"""The effect of each option on the reduction, and results that the option must not change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.equality import compare
 
 WORLDS = [2, 3]
 TINY = 0.0001
-HALVES = [torch.float16, torch.bfloat16]
+LOW_PRECISION_DTYPES = [torch.float16, torch.bfloat16]
 
 
 class Stack(nn.Module):
-    """Three numbered layers between two that are not."""
+    """Three numbered layers between two layers without a number."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -52,7 +52,8 @@ OPTIONS = [
     {"bucket_granularity": "layer"},
     {"bucket_granularity": "module"},
     {"average_in_collective": False},
-    {"grad_reduce_in_fp32": True},  # the gradients are float32 already
+    # The gradients are already in fp32.
+    {"grad_reduce_in_fp32": True},
     {"bucket_cap_mb": TINY},
 ]
 
@@ -65,13 +66,12 @@ def test_options_that_change_no_result(ranks, world, options):
     check_cases(ranks(world), loop, cases, options=options, backwards=4, bitwise=False)
 
 
-def test_without_overlap_nothing_is_launched_during_backward(ranks):
+def test_without_overlap_no_collective_starts_during_the_backward(ranks):
     ddp = {"bucket_cap_mb": TINY}
     for overlap in (True, False):
         for result in ranks(2)(both, loop, ddp, options={"overlap_grad_reduce": overlap}):
-            assert (
-                result["counters"]["collectives"] == 1 + 3 * 8
-            )  # the first backward shows the order, in one bucket
+            # The first backward finds the order, and reduces one bucket.
+            assert result["counters"]["collectives"] == 1 + 3 * 8
             early = result["counters"]["collectives_in_backward"]
             assert early == (result["counters"]["collectives"] if overlap else 0)
 
@@ -108,7 +108,7 @@ def test_one_bucket_for_the_module_whatever_its_capacity(ranks):
 
 
 def averaged_in_fp32(dtype: torch.dtype, ddp: dict[str, Any]) -> dict[str, list[bool]]:
-    """Single steps from the same weights: tell which gradients are the exact average, rounded once."""
+    """Take steps from the same weights; return for each gradient whether it is the exact average, rounded once."""
     local, stock = Stack(dtype), DDP(Stack(dtype), **ddp)
     right: dict[str, list[bool]] = {"ours": [], "stock": []}
     with ovpatch.applied("ddp", options={"ddp": {"grad_reduce_in_fp32": True}}):
@@ -132,21 +132,22 @@ def averaged_in_fp32(dtype: torch.dtype, ddp: dict[str, Any]) -> dict[str, list[
 
 def is_rounded_once(average: torch.Tensor, parts: torch.Tensor) -> bool:
     exact = parts.mean(0)
-    # Where the exact average lies half-way between two halves, an error of float32 may decide which of them it is.
+    # If the exact average is half-way between two values of the dtype, an error of fp32 may decide the rounding.
     slack = parts.abs().mean(0) * 2.0**-22 if len(parts) > 2 else 0.0
     least, most = (exact - slack).to(average.dtype), (exact + slack).to(average.dtype)
     return bool(((least <= average) & (average <= most)).all())
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", LOW_PRECISION_DTYPES, ids=str)
 @pytest.mark.parametrize(
     "ddp", [{}, {"find_unused_parameters": True, "bucket_cap_mb": TINY}], ids=str
 )
-def test_half_precision_is_averaged_in_float32_and_rounded_once(ranks, world, dtype, ddp):
+def test_low_precision_gradients_are_averaged_in_fp32_and_rounded_once(ranks, world, dtype, ddp):
     for right in ranks(world)(averaged_in_fp32, dtype, ddp):
         assert all(right["ours"])
-        if world == 3:  # on two ranks stock, too, rounds but once: halving is exact
+        # On two ranks stock PyTorch rounds only once as well, because a division by 2 is exact.
+        if world == 3:
             assert not all(right["stock"])
 
 
@@ -160,7 +161,7 @@ def refusal(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", [{"average_in_collective": True}, {"max_ctas": 4}], ids=str)
-def test_what_gloo_cannot_do_is_refused_with_the_remedy(ranks, options):
+def test_options_that_gloo_does_not_have_are_refused_with_the_remedy(ranks, options):
     (name,) = options
     for text in ranks(2)(refusal, options):
         assert text.startswith(
@@ -174,15 +175,16 @@ def test_what_gloo_cannot_do_is_refused_with_the_remedy(ranks, options):
         )
 
 
-def on_this_rank_only(name: str, value: Any, other: Any) -> str:
-    options = {name: value if dist.get_rank() else other, "agreement_timeout_s": 5.0}
+def different_values(name: str, value: Any, value_of_rank_0: Any) -> str:
+    """Return the error of a wrap with an option that differs on rank 0."""
+    options = {name: value if dist.get_rank() else value_of_rank_0, "agreement_timeout_s": 5.0}
     with ovpatch.applied("ddp", options={"ddp": options}), pytest.raises(RuntimeError) as caught:
         DDP(Stack())
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "other"),
+    ("name", "value", "value_of_rank_0"),
     [
         ("overlap_grad_reduce", False, True),
         ("bucket_granularity", "layer", "size"),
@@ -190,8 +192,8 @@ def on_this_rank_only(name: str, value: Any, other: Any) -> str:
         ("bucket_cap_mb", 7, 9),
     ],
 )
-def test_ranks_that_differ_in_an_option_are_told(ranks, name, value, other):
-    for text in ranks(2)(on_this_rank_only, name, value, other):
+def test_an_option_that_differs_between_ranks_is_an_error(ranks, name, value, value_of_rank_0):
+    for text in ranks(2)(different_values, name, value, value_of_rank_0):
         assert ("bucket sizes in bytes is" if name == "bucket_cap_mb" else f"{name} is") in text
         assert "on rank 1" in text
         assert "same OVPATCH variables" in text
@@ -201,7 +203,7 @@ def test_ranks_that_differ_in_an_option_are_told(ranks, name, value, other):
 
 
 class Frozen(nn.Module):
-    """One branch is never taken, and takes part in the reduction nevertheless."""
+    """A model with branches that are never used but take part in the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,26 +235,25 @@ def loop_skipping(skip: bool) -> list[Record]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_skipped_buckets_are_not_reduced_and_change_nothing(ranks, world):
-    all_of_them = ranks(world)(both, loop_skipping, False)
-    results = ranks(world)(both, loop_skipping, True)
-    check(all_of_them, backwards=4)
-    check(results, backwards=4)
-    for result, whole in zip(results, all_of_them, strict=True):
-        spared = {
-            name: count - result["counters"][name] for name, count in whole["counters"].items()
+    unskipped = ranks(world)(both, loop_skipping, False)
+    skipped = ranks(world)(both, loop_skipping, True)
+    check(unskipped, backwards=4)
+    check(skipped, backwards=4)
+    for result, reference in zip(skipped, unskipped, strict=True):
+        saved = {
+            name: count - result["counters"][name] for name, count in reference["counters"].items()
         }
-        assert (
-            spared["collectives"] == 4 * 2
-        )  # the first of the three shares its bucket with what is used
-        assert spared["bytes_reduced"] == 4 * 2 * 8 * 8 * 4
+        # The first of the three unused layers shares its bucket with a used layer.
+        assert saved["collectives"] == 4 * 2
+        assert saved["bytes_reduced"] == 4 * 2 * 8 * 8 * 4
         assert result["patched"][0]["grad"]["left.0.weight"] is None
 
 
-# --- max_ctas: the communicator is made by the first backward that reduces, for which all ranks are there ---
+# --- max_ctas: the first backward that reduces makes the communicator, because all ranks take part in it ---
 
 
 def train_alone_first(patched: bool) -> tuple[list[Record], list[str]]:
-    """Rank 0 alone runs a forward with gradients enabled; then all train."""
+    """Run a forward with gradients enabled on rank 0 alone; then train on all ranks."""
     made: list[str] = []
 
     def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
@@ -263,7 +264,7 @@ def train_alone_first(patched: bool) -> tuple[list[Record], list[str]]:
     torch.manual_seed(0)
     model = DDP(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
     records: list[Record] = []
-    # gloo has no budget, but may have a second communicator.
+    # gloo has no SM budget, but can have a second communicator.
     with mock.patch("ovpatch_plugins.ddp.reducer_stub.get_budgeted_group", get_budgeted_group):
         when = "alone"
         if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ TINY = 0.0001
 
 
 class Segments(nn.Module):
-    """Every trained parameter is inside one of two checkpoints; a third branch is taken now and then, or never."""
+    """A model whose trained parameters are all inside of two checkpoints. A third branch is used sometimes or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ SPARE = {
 def train(
     reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()
 ) -> list[Record]:
-    """Train; in the steps that fail, the backward inside the backward raises, at another place on each rank."""
+    """Train; in the steps that fail, raise in the backward inside the backward."""
     torch.manual_seed(0)
     model = Segments()
     wrapped = DDP(model, find_unused_parameters=True, **ddp)
@@ -74,9 +74,12 @@ def train(
 
 
 def reentrant_or_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> list[Record]:
-    """Stock cannot search inside reentrant checkpoints, nor go on after an exception: its arm has neither."""
-    ours = is_patched()
-    return train(ours, spare, ddp, fails if ours else ())
+    """Train with reentrant checkpoints and failures in the patched arm.
+
+    Stock PyTorch cannot search inside reentrant checkpoints, nor continue after an exception, so its arm has neither.
+    """
+    patched = is_patched()
+    return train(patched, spare, ddp, fails if patched else ())
 
 
 def require(results: list[dict[str, Any]], fails: int) -> None:

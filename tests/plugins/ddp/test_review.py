@@ -1,4 +1,4 @@
-"""Programs that an outside reviewer broke the reducer with."""
+"""Programs with which a reviewer broke the reducer."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from tests.plugins.ddp.checks import check, check_cases
 from tests.plugins.ddp.test_failures import Bomb, Mined
 from tests.support.equality import compare
 
-TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
+# In MiB. Every gradient of these models gets its own bucket.
+TINY = 0.0001
 
 
 def wide() -> nn.Sequential:
-    """Gradients large enough to become views of their buckets."""
+    """Return a model with gradients large enough to become views of their buckets."""
     return nn.Sequential(
         nn.Linear(6, 190), nn.Linear(190, 190), nn.Linear(190, 190), nn.Linear(190, 3)
     )
 
 
 def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:
-    """The wrapper itself is checkpointed: its forward runs again inside the backward."""
+    """Checkpoint the wrapper itself, so that its forward runs again inside the backward."""
     model, head = wide(), nn.Linear(3, 2)
     wrapped = DDP(model, bucket_cap_mb=TINY)
     inputs = (data(step, 4, 6).requires_grad_() for step in range(3))
@@ -57,7 +58,7 @@ def test_a_forward_recomputed_in_its_own_backward_is_no_interruption(ranks):
 
 
 class Outer(nn.Module):
-    """A wrapper inside a wrapper: both reduce the inner parameters."""
+    """A wrapper inside a wrapper. Both reduce the inner parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Outer(nn.Module):
 @reduced_in_place
 def loop_shared_parameters(nested: bool) -> list[Record]:
     model = Outer() if nested else wide()
-    # Whose buckets are small reduces early; whose are large reads the gradients late.
+    # The wrapper with small buckets reduces early, and the wrapper with large buckets reads the gradients late.
     wrappers = [DDP(model)] if nested else [DDP(model, bucket_cap_mb=TINY), DDP(model)]
     losses = (
         sum(w(data(step, 4, 6, micro=m)).square().mean() for m, w in enumerate(wrappers))
@@ -86,7 +87,7 @@ def test_two_wrappers_that_share_parameters(ranks, nested):
 
 @reduced_in_place
 def loop_dropped_in_backward() -> list[Record]:
-    """A hook of the first layer drops or replaces gradients that were reduced before in the same backward."""
+    """Drop or replace gradients in a hook of the first layer, after their reduction in the same backward."""
     model = wide()
     wrapped = DDP(model, bucket_cap_mb=TINY)
     active = []
@@ -108,8 +109,8 @@ def test_a_gradient_dropped_after_its_reduction_comes_back(ranks):
 
 
 @reduced_in_place
-def loop_known_elsewhere(how: str) -> list[Record]:
-    """Gradients that the user allocated and reads by other ways than Python references to the tensor."""
+def loop_used_elsewhere(how: str) -> list[Record]:
+    """Allocate gradients as a script, and read them by other ways than Python references to the tensor."""
     model = wide()
     wrapped = DDP(model)
     arrays: list[Any] = []
@@ -150,9 +151,9 @@ def loop_known_elsewhere(how: str) -> list[Record]:
     return records
 
 
-def test_a_gradient_that_is_known_elsewhere_stays_where_it_is(ranks):
+def test_a_gradient_that_is_used_elsewhere_keeps_its_memory(ranks):
     how = ["numpy", "dlpack", "storage", "shared", "weakref", "attribute", "strides"]
-    check_cases(ranks(2), loop_known_elsewhere, table(how=how))
+    check_cases(ranks(2), loop_used_elsewhere, table(how=how))
 
 
 def accumulate(wrapped: DDP, step: int) -> Record:
@@ -164,7 +165,7 @@ def accumulate(wrapped: DDP, step: int) -> Record:
 
 
 def fails_then_accumulates(depths: list[int]) -> list[Record]:
-    """Stock, which would end with the backward that fails, does without it."""
+    """Accumulate after a backward that fails. Stock PyTorch could not continue, so its arm skips this backward."""
     wrapped = DDP(Mined(), bucket_cap_mb=TINY)
     records = [accumulate(wrapped, 0), accumulate(wrapped, 1)]
     if is_patched():
@@ -180,7 +181,7 @@ def test_a_failed_step_may_be_followed_by_one_without_synchronisation(ranks):
 
 
 def interrupted_while_waiting() -> list[Record]:
-    """Ctrl-C arrives in the engine's callback, after some or all collectives of the step; not under stock."""
+    """Raise Ctrl-C in the callback of the engine, after some or all collectives of the step, in the patched arm."""
     from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 
     def interrupt(*_: Any, **__: Any) -> None:
@@ -202,7 +203,7 @@ def test_an_interrupt_in_the_callback_can_be_recovered_from(ranks):
 
 
 def loop_wrap_during_backward() -> list[Record]:
-    """One thread is in a backward when another thread wraps a second model, on a group of its own."""
+    """Wrap a second model, on its own group, while another thread is in a backward."""
     model, group = Mined(), dist.new_group()
     wrapped = DDP(model, bucket_cap_mb=TINY)
     records = []
@@ -234,7 +235,7 @@ def test_a_model_wrapped_while_another_thread_is_in_a_backward(ranks):
 
 
 def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
-    """One thread waits at the end of a backward when another thread wraps a second model, on a group of its own."""
+    """Wrap a second model, on its own group, while another thread waits at the end of a backward."""
     model, group, own = Mined(), dist.new_group(), dist.new_group()
     wrapped = DDP(model, bucket_cap_mb=TINY, process_group=own)
     records = []
@@ -260,12 +261,13 @@ def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
         thread = threading.Thread(target=train, args=(step, inside, go))
         thread.start()
         assert inside.wait(60)
-        threading.Timer(0.5, go.set).start()  # in case that to wrap waits for the other thread
-        other = DDP(nn.Linear(2, 2), process_group=dist.new_group() if group_is_new else group)
-        other(data(step, 3, 2)).sum().backward()
+        # The timer ends a deadlock in which the wrap waits for the other thread.
+        threading.Timer(0.5, go.set).start()
+        second = DDP(nn.Linear(2, 2), process_group=dist.new_group() if group_is_new else group)
+        second(data(step, 3, 2)).sum().backward()
         go.set()
         thread.join(60)
-        records += [seen(model), seen(other.module)]
+        records += [seen(model), seen(second.module)]
         wrapped.zero_grad()
     return records
 
@@ -296,7 +298,7 @@ def frozen_then_cast() -> list[Record]:
 
 
 def test_a_partly_frozen_model_may_be_cast_and_thawed(ranks):
-    """Stock loses its hooks at the cast and never reduces again, so ranks are compared with each other."""
+    """Compare ranks with each other, because the stock reducer loses its hooks at the cast and never reduces again."""
     first, second = ranks(2)(frozen_then_cast)
     compare([r["grad"] for r in first], [r["grad"] for r in second]).assert_bitwise()
     assert first[3]["grad"]["0.weight"] is None
@@ -317,7 +319,7 @@ def static_graph_misused(late: bool) -> str:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_static_graph_that_comes_late_or_unsynchronised_raises_where_stock_does(ranks, late):
+def test_a_late_or_unsynchronized_static_graph_raises_as_in_stock_pytorch(ranks, late):
     for stock, patched in ranks(2)(stock_and_patched, static_graph_misused, late):
         assert patched[0] == stock[0] == ("2" if late else "0")
         assert (

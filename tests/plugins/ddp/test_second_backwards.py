@@ -79,7 +79,7 @@ def auxiliary(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> None:
 
 
 def auxiliary_alone(wrapped: nn.Module, step: int, zero: Callable[[], None]) -> None:
-    """What the second loss does not reach has no gradient, before and after."""
+    """Zero gradients before a second loss, so that parameters it does not reach have no gradient before and after."""
     main, aux = wrapped(data(step, 4, 6))
     loss_of((main, aux)).backward(retain_graph=True)
     zero()
@@ -92,7 +92,7 @@ def accumulated(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> Non
     retained(wrapped, step, _zero)
 
 
-def behind_a_local_one(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> None:
+def after_a_local_backward(wrapped: nn.Module, step: int, _zero: Callable[[], None]) -> None:
     loss = loss_of(wrapped(data(step, 4, 6)))
     loss.backward(retain_graph=True)
     with wrapped.no_sync() if isinstance(wrapped, DDP) else contextlib.nullcontext():
@@ -115,7 +115,7 @@ WAYS: dict[str, Twice] = {
     "auxiliary": auxiliary,
     "auxiliary alone": auxiliary_alone,
     "accumulated": accumulated,
-    "behind a local one": behind_a_local_one,
+    "after a local backward": after_a_local_backward,
     "three times": three_times,
 }
 STEPS = 3
@@ -163,7 +163,7 @@ def test_all_parameters_inside_reentrant_checkpoints(ranks):
         "two forwards",
         "in reverse",
         "zeroed between",
-        "behind a local one",
+        "after a local backward",
         "three times",
     ]
     cases = table(way=ways, ddp=[{"bucket_cap_mb": TINY}], reentrant=[True])
@@ -171,7 +171,7 @@ def test_all_parameters_inside_reentrant_checkpoints(ranks):
 
 
 @pytest.mark.parametrize("place", ["environment", "argument"])
-def test_the_option_that_averaged_it_is_refused_with_the_reason(monkeypatch, place):
+def test_the_removed_option_that_averaged_them_is_refused_with_the_reason(monkeypatch, place):
     options: dict[str, Any] = (
         {"ddp": {"reduce_late_gradients": True}} if place == "argument" else {}
     )

@@ -1,4 +1,4 @@
-"""Gradients whose memory somebody else uses while backward runs: what an outside reviewer corrupted."""
+"""Gradients whose memory other code uses during the backward. A reviewer found them corrupted once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.plugins.ddp.arms import Record, data, record_steps, reduced_in_place, table
 from tests.plugins.ddp.checks import check_cases
 
-TINY = 0.0001  # MiB: every gradient gets a bucket of its own
+# In MiB. Every gradient gets its own bucket.
+TINY = 0.0001
 
 
 def net() -> nn.Sequential:
@@ -20,7 +21,7 @@ def net() -> nn.Sequential:
 
 
 class Kept(torch.autograd.Function):
-    """Gives the weight a view of what it keeps in Python."""
+    """A function that returns a view of a tensor that it keeps as the gradient of its weight."""
 
     @staticmethod
     def forward(
@@ -37,7 +38,7 @@ class Kept(torch.autograd.Function):
 
 
 class Reader(torch.autograd.Function):
-    """Reads what the other one keeps, later in the same backward."""
+    """A function that reads the tensor that :class:`Kept` keeps, later in the same backward."""
 
     @staticmethod
     def forward(

@@ -37,7 +37,7 @@ class Words(nn.Module):
 
 
 def seen(model: nn.Module) -> Record:
-    """Gradients as dense tensors, with what only sparse ones have."""
+    """Return gradients as dense tensors, the rows of sparse gradients, and parameters."""
     grads = {n: p.grad for n, p in model.named_parameters()}
     sparse = {
         n: None
@@ -82,7 +82,7 @@ def loop(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_sparse_tables_beside_dense_layers_and_accumulation(ranks, world):
+def test_sparse_tables_with_dense_layers_and_accumulation(ranks, world):
     ddp = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": TINY}]
     cases = table(kind=["sgd", "adam"], ddp=ddp)
     cases |= table(kind=["sgd"], ddp=[{}], micro=[1, 3], zero=[True, False])
@@ -107,7 +107,7 @@ def test_options_leave_sparse_gradients_alone(ranks, option):
 
 
 def unused(users: list[int], before: bool) -> dict[str, Any]:
-    """Only some ranks look words up; stock raises there, so the average is done by hand."""
+    """Look words up on some ranks only. Stock PyTorch raises, so the average is computed by hand."""
     mine = dist.get_rank() in users
     torch.manual_seed(0)
     with ovpatch.applied("ddp"):

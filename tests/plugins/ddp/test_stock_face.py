@@ -1,4 +1,4 @@
-"""What torch's wrapper and scripts ask of the reducer and the logger: they answer, and fail, as stock's do."""
+"""Methods of the reducer and the logger that torch's wrapper and scripts call: results and errors of stock PyTorch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.plugins.ddp.arms import all_both, both, data, seen, stock_and_patched
 from tests.plugins.ddp.checks import check_cases
 from tests.support.equality import compare
 
-# What torch/nn/parallel/distributed.py asks of the reducer and the logger: what asked_of() found in the sources of the
-# wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ, and what 2.15.0 asks for besides.
+# The attributes that torch/nn/parallel/distributed.py reads of the reducer and the logger. attributes_read_of() found
+# them in the sources of the wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ. 2.15.0 reads three more.
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-ASKED_SINCE_2_15 = {
+READ_SINCE_2_15 = {
     "_finalize_backward_manual",
     "_set_manual_finalization_required",
     "_should_finalize_after_backward",
 }
-ASKED = {
+READ = {
     "reducer": """
         _autograd_hook _check_reducer_finalized _delay_all_reduce _get_local_used_map _get_zeros_like_grad_buckets
         _install_post_backward_futures _push_all_rebuilt_params _rebuild_buckets _remove_autograd_hooks _reset_state
@@ -43,39 +43,32 @@ ASKED = {
         set_construction_data_and_log set_error_and_log set_runtime_stats_and_log
     """,
 }
-# Of torch.distributed.algorithms.ddp_comm_hooks and .pipelining; torch._dynamo and torch.distributed.optim ask nothing.
-ASKED_ELSEWHERE = {"_run_allreduce_hook", "prepare_for_backward"}
+# The attributes that torch.distributed.algorithms.ddp_comm_hooks and torch.distributed.pipelining read. torch._dynamo
+# and torch.distributed.optim read none.
+READ_ELSEWHERE = {"_run_allreduce_hook", "prepare_for_backward"}
 ELSEWHERE = ("distributed/algorithms", "distributed/pipelining", "distributed/optim", "_dynamo")
 
 
-def asked_of(owner: str, source: str) -> set[str]:
-    """Return the attributes that a source reads of ``….owner``, or of a variable owner."""
+def attributes_read_of(owner: str, source: str) -> set[str]:
+    """Return the attributes that a source reads of an attribute ``owner``, or of a variable of that name."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            of = node.value
-            last = (
-                of.attr
-                if isinstance(of, ast.Attribute)
-                else of.id
-                if isinstance(of, ast.Name)
-                else ""
-            )
-            module_log = (
-                isinstance(of, ast.Name) and owner == "logger"
-            )  # its own log, of the module logging
-            if last == owner and not module_log:
+            base = node.value
+            # A variable "logger" is the module's own log, of the module logging.
+            is_variable = isinstance(base, ast.Name) and owner != "logger"
+            if getattr(base, "id" if is_variable else "attr", "") == owner:
                 names.add(node.attr)
     return names
 
 
-def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_torch_asks_for():
+def test_the_reducer_and_the_logger_have_all_attributes_that_the_wrapper_of_torch_reads():
     from ovpatch_plugins.ddp.reducer_stub import LoggerStub, ReducerStub
 
     ours = {"reducer": ReducerStub, "logger": LoggerStub}
-    for owner, names in ASKED.items():
-        installed = asked_of(owner, inspect.getsource(distributed))
-        later = ASKED_SINCE_2_15 if owner == "reducer" else set()
+    for owner, names in READ.items():
+        installed = attributes_read_of(owner, inspect.getsource(distributed))
+        later = READ_SINCE_2_15 if owner == "reducer" else set()
         if torch.__version__.startswith(VERSIONS):
             expected = set(names.split()) | (later if hasattr(DDP, "finalize_backward") else set())
             assert installed == expected, "the table above is right for the installed version"
@@ -92,26 +85,26 @@ def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_t
         } == set()
 
 
-def test_so_has_the_reducer_what_other_modules_of_torch_ask_for():
+def test_the_reducer_has_all_attributes_that_other_modules_of_torch_read():
     from ovpatch_plugins.ddp.reducer_stub import ReducerStub
 
     root = Path(torch.__file__).parent
     files = [file for folder in ELSEWHERE for file in sorted((root / folder).rglob("*.py"))]
     texts = [text for file in files if "reducer." in (text := file.read_text(encoding="utf-8"))]
-    found = {name for text in texts for name in asked_of("reducer", text)}
+    found = {name for text in texts for name in attributes_read_of("reducer", text)}
     if torch.__version__.startswith(VERSIONS):
-        assert found == ASKED_ELSEWHERE
-    assert {name for name in found | ASKED_ELSEWHERE if not hasattr(ReducerStub, name)} == set()
+        assert found == READ_ELSEWHERE
+    assert {name for name in found | READ_ELSEWHERE if not hasattr(ReducerStub, name)} == set()
 
 
-def test_what_a_later_torch_asks_for_is_named_with_a_remedy():
+def test_an_attribute_of_a_later_torch_is_an_error_with_a_remedy():
     from ovpatch_plugins.ddp.reducer_stub import CppStub
 
     with pytest.raises(AttributeError, match=r"^ovpatch: .* new_method .*OVPATCH_DDP=0\.$"):
         CppStub().new_method()
 
 
-def test_a_method_for_the_stock_reducer_alone_says_so(ranks):
+def test_a_method_of_the_stock_reducer_alone_is_an_error_with_a_remedy(ranks):
     for text in ranks(2)(calling_the_c_reducer):
         assert text.startswith("ovpatch: _run_comm_hook() ")
         assert "register_comm_hook" in text
@@ -136,7 +129,7 @@ class Buffered(nn.Module):
 
 
 def buffer_hook_loop(where: Any, ddp: dict[str, Any]) -> list[dict[str, Any]]:
-    """A hook that returns futures, which are waited for at the end of backward."""
+    """Train with a buffer hook that returns futures, for which the backward waits at its end."""
     torch.manual_seed(0)
     model = Buffered()
     wrapped = DDP(model, **ddp)
@@ -156,27 +149,26 @@ def buffer_hook_loop(where: Any, ddp: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, world):
+def test_a_backward_waits_at_its_end_for_futures_of_a_buffer_hook(ranks, world):
     ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
     cases = table(where=list(distributed._BufferCommHookLocation), ddp=ddp)
     for result in check_cases(ranks(world), buffer_hook_loop, cases, backwards=3):
-        assert all(
-            [len(one["waited"]) for one in case["patched"]] == [1, 2, 3] for case in result.values()
-        )
+        for case in result.values():
+            assert [len(record["waited"]) for record in case["patched"]] == [1, 2, 3]
 
 
 def finalizing_loop(required: list[bool], ddp: dict[str, Any]) -> list[dict[str, Any]]:
-    """Some backwards are finalized by the script, as torch 2.15 allows; a copy of the model is so, too."""
+    """Finalize some backwards as a script, as torch 2.15 allows, and the last one on a copy of the model."""
     torch.manual_seed(0)
     wrapped = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **ddp)
     records = []
     for step, manual in enumerate(required):
         wrapped.require_manual_backward_finalization = manual
-        one = copy.deepcopy(wrapped) if step == len(required) - 1 else wrapped
-        one(data(step, 2, 4)).sum().backward()
+        model = copy.deepcopy(wrapped) if step == len(required) - 1 else wrapped
+        model(data(step, 2, 4)).sum().backward()
         if manual:
-            one.finalize_backward()
-        records.append(seen(one.module))
+            model.finalize_backward()
+        records.append(seen(model.module))
         wrapped.zero_grad()
     return records
 
@@ -191,7 +183,8 @@ def test_backwards_that_the_script_finalizes(ranks, world):
     for result in ranks(world)(all_both, finalizing_loop, cases):
         for name, case in result.items():
             compared = compare(case["stock"], case["patched"])
-            compared.assert_bitwise() if world == 2 else compared.assert_equal()  # a reducer made later, other buckets
+            # The stock reducer of the patched arm is made later, so on three ranks it has other buckets.
+            compared.assert_bitwise() if world == 2 else compared.assert_equal()
             assert case["counters"]["stock_models"] >= 1, name
             assert case["counters"]["backwards"] == name.count("False") - name.count(
                 "True, False"
@@ -199,7 +192,7 @@ def test_backwards_that_the_script_finalizes(ranks, world):
 
 
 class Fork(nn.Module):
-    """Uses its second layer or leaves it out."""
+    """A model that uses its second layer or leaves it out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +204,7 @@ class Fork(nn.Module):
 
 
 def failing(used: list[bool], level: str, ddp: dict[str, Any]) -> dict[str, Any]:
-    """Train until it fails; return the error and what the logger knows of it."""
+    """Train until a step fails; return the error and the data of the logger."""
     dist.set_debug_level(getattr(dist.DebugLevel, level))
     wrapped = DDP(Fork(), **ddp)
     error = ""
@@ -239,14 +232,14 @@ ERRORS = [
 
 
 def lines(text: str) -> list[list[str]]:
-    """Return the words of each line, in order but for names, which stock gives in that of a hash table."""
+    """Return the words of each line, with sorted names, because the stock reducer keeps them in a hash table."""
     words = [line.replace(",", "").split() for line in text.splitlines()]
     return [sorted(line) if line[:1] == ["Parameters"] else line for line in words]
 
 
 @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
 @pytest.mark.parametrize(("used", "ddp", "remedy"), ERRORS)
-def test_errors_say_what_stock_says_and_then_the_remedy_and_the_logger_knows_them(
+def test_errors_have_the_text_of_stock_pytorch_and_the_remedy_and_reach_the_logger(
     ranks, used, ddp, remedy, level
 ):
     for stock, patched in ranks(2)(stock_and_patched, failing, used, level, ddp):
@@ -290,7 +283,7 @@ def logged(ddp: dict[str, Any], dtype: torch.dtype, steps: int) -> dict[str, Any
         ({}, torch.float32, 13),
     ],
 )
-def test_the_logging_data_has_stocks_fields_without_those_of_sampled_steps(
+def test_the_logging_data_has_the_fields_of_stock_pytorch_without_those_of_sampled_steps(
     ranks, ddp, dtype, steps
 ):
     for stock, patched in ranks(2)(stock_and_patched, logged, ddp, dtype, steps):
@@ -320,25 +313,24 @@ USES = [[True, False, True, True], [False, False, False], [True, True, True]]
     ("world", "uses", "skip"),
     [*((world, uses, False) for world in (2, 3) for uses in USES), (2, USES[1], True)],
 )
-def test_the_map_of_used_parameters_and_whether_the_graph_is_static_are_stocks(
+def test_the_map_of_used_parameters_and_the_static_flag_equal_those_of_stock_pytorch(
     ranks, world, uses, skip
 ):
     ddp: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}
     if skip:
         ddp["skip_all_reduce_unused_params"] = True
     for result in ranks(world)(both, usage, uses, ddp):
+        stock, patched = result["stock"], result["patched"]
         compare(
-            [one["map"] for one in result["stock"]], [one["map"] for one in result["patched"]]
+            [record["map"] for record in stock], [record["map"] for record in patched]
         ).assert_bitwise()
-        assert [one["static"] for one in result["patched"]] == [
-            one["static"] for one in result["stock"]
-        ]
+        assert [record["static"] for record in patched] == [record["static"] for record in stock]
 
 
 def second_order() -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ovpatch.ddp").addHandler(handler)
     with ovpatch.applied("ddp"):
         from ovpatch_plugins.ddp.ddp_report import warn_of_create_graph
@@ -393,10 +385,10 @@ def distributed_autograd(folder: str, early: bool) -> list[Any]:
                 results.append([gradients[param].clone() for param in wrapped.parameters()])
                 results.append([param.grad for param in wrapped.parameters()])
         rpc.shutdown()
-    mean = [data(step, 2, 3).sum(0).expand(2, 3).clone() for step in range(2)]
-    for one in mean:
-        dist.all_reduce(one)
-    return [results, [one / dist.get_world_size() for one in mean]]
+    sums = [data(step, 2, 3).sum(0).expand(2, 3).clone() for step in range(2)]
+    for total in sums:
+        dist.all_reduce(total)
+    return [results, [total / dist.get_world_size() for total in sums]]
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -420,7 +412,7 @@ def test_sparse_metadata_brings_the_stock_reducer_back(ranks):
 
 
 def warnings_of_a_model():
-    """Return the places that the warnings of a model's life name, with their texts."""
+    """Return the categories, places and messages of the warnings when a model is wrapped, copied and trained."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         deprecated = {"broadcast_buffers": True, "check_reduction": True}
@@ -430,10 +422,13 @@ def warnings_of_a_model():
         )
         copy.deepcopy(ddp.module)
         ddp(torch.ones(1, 2)).sum().backward()
-    return [(one.category.__name__, one.filename, one.lineno, str(one.message)) for one in caught]
+    return [
+        (warning.category.__name__, warning.filename, warning.lineno, str(warning.message))
+        for warning in caught
+    ]
 
 
-def test_what_torch_warns_of_names_the_line_of_the_script(ranks):
+def test_warnings_of_torch_name_the_line_of_the_script(ranks):
     for stock, patched in ranks(2)(stock_and_patched, warnings_of_a_model):
         assert stock, "torch warns of these arguments"
         assert {file for _, file, *_ in stock} == {__file__}

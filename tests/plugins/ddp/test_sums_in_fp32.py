@@ -1,4 +1,4 @@
-"""Gradients of half precision that are added up in fp32: what a script with main gradients of its own would compute."""
+"""Gradients in bf16 or fp16 that are summed in fp32: the same values as in a script with its own main gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.equality import compare
 
 MICRO, STEPS = 6, 3
 IN_FP32 = {"grad_accumulate_in_fp32": True, "grad_reduce_in_fp32": True}
-HALVES = [torch.bfloat16, torch.float16]
+LOW_PRECISION_DTYPES = [torch.bfloat16, torch.float16]
 
 
 def net(dtype: torch.dtype) -> nn.Module:
@@ -35,7 +35,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def touch(how: str, model: nn.Module) -> None:
-    """What a script does to gradients between two microbatches."""
+    """Change gradients between two microbatches as a script."""
     with torch.no_grad():
         if how == "scaled":
             for p in model.parameters():
@@ -50,7 +50,7 @@ def touch(how: str, model: nn.Module) -> None:
 
 
 def by_hand(dtype: torch.dtype, how: str, reduced: bool) -> list[Record]:
-    """Sum in fp32 over microbatches and ranks; ``p.grad`` is the rounding, and where a script changes it, it counts."""
+    """Sum in fp32 over microbatches and ranks; ``p.grad`` is the rounded sum, and changes of it replace the sum."""
     model = net(dtype)
     named = dict(model.named_parameters())
     records: list[Record] = []
@@ -127,16 +127,17 @@ def arms(
 
 
 @pytest.mark.parametrize("reduced", [True, False])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_sums_are_those_of_main_gradients_kept_by_hand(ranks, dtype, reduced):
+@pytest.mark.parametrize("dtype", LOW_PRECISION_DTYPES, ids=str)
+def test_sums_equal_main_gradients_kept_by_hand(ranks, dtype, reduced):
     for result in ranks(2)(arms, dtype, "", reduced=reduced):
         compare(result["expected"], result["ours"]).assert_bitwise()
-        with pytest.raises(AssertionError):  # stock rounds each sum
+        # Stock PyTorch rounds each sum.
+        with pytest.raises(AssertionError):
             compare(result["expected"], result["stock"]).assert_bitwise()
 
 
 @pytest.mark.parametrize("how", ["scaled", "zeroed", "dropped", "replaced"])
-def test_what_the_script_does_to_gradients_counts(ranks, how):
+def test_changes_of_gradients_by_the_script_are_kept(ranks, how):
     for result in ranks(2)(arms, torch.bfloat16, how):
         compare(result["expected"], result["ours"]).assert_bitwise()
 
@@ -147,11 +148,11 @@ def test_gradients_that_stay_and_bucket_views(ranks, views):
         compare(result["expected"], result["ours"]).assert_bitwise()
 
 
-# --- whatever the script does, in numbers that need no rounding: there it is stock ---
+# --- any use of gradients, in numbers that need no rounding and so equal stock PyTorch ---
 
 
 class Twos(nn.Module):
-    """Each backward adds 2 on rank 0 and 4 on rank 1 to every element."""
+    """A model whose backward adds 2 on rank 0 and 4 on rank 1 to every element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ def played(scene: str) -> list[Any]:
         SCENES[scene](wrapped, weight)
         seen.append(weight.grad.detach().clone())
         if scene.startswith("reduced_a"):
-            assert not fp32_accumulation.sums, "what was reduced takes no memory any more"
+            assert not fp32_accumulation.sums, "sums of reduced gradients must be freed"
     return seen
 
 
@@ -248,13 +249,14 @@ def both_ways() -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
             ours[scene] = played(scene)
             gc.collect()
             deadline = time.monotonic() + 60
+            # A thread of gloo may still hold a tensor that the script has reduced.
             while fp32_accumulation.sums and time.monotonic() < deadline:
-                time.sleep(0.01)  # gloo's thread may still hold what the script has reduced
+                time.sleep(0.01)
             assert not fp32_accumulation.sums, scene
     return stock, ours
 
 
-def test_what_the_script_writes_counts_however_it_does(ranks):
+def test_writes_of_the_script_are_kept_in_any_way_of_writing(ranks):
     for stock, ours in ranks(2)(both_ways):
         compare(stock, ours).assert_bitwise()
 

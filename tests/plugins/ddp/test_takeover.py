@@ -1,4 +1,4 @@
-"""Our reducer comes, goes and stands down: never half, never on some ranks only."""
+"""The patched reducer attaches, detaches and falls back: always completely, and on all ranks."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def loop_join() -> list[Record]:
 
 
 def loop_generic_join() -> list[Record]:
-    """As accelerate does it: not through ``DistributedDataParallel.join``."""
+    """Join like accelerate, which does not use ``DistributedDataParallel.join``."""
     wrapped = DDP(net())
     with Join([wrapped]):
         return steps(wrapped, 2 + dist.get_rank())
 
 
 def loop_copies_in_join() -> list[Record]:
-    """The copies keep the settings of the join, so their forwards notify ranks that have joined."""
+    """Copy wrappers in a join. The copies keep its settings, so their forwards notify ranks that have joined."""
     wrapped = DDP(net())
     buffer = io.BytesIO()
     with wrapped.join():
@@ -98,9 +98,9 @@ def loop_copies_in_join() -> list[Record]:
         (loop_copies_in_join, 3),
     ],
 )
-def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, world, loop, models):
+def test_models_that_need_the_stock_reducer_fall_back_and_are_reported(ranks, world, loop, models):
     for result in ranks(world)(both_with_remarks, loop):
-        # Not bitwise on 3 ranks: the stock reducer that comes late cuts its buckets later than one that was there.
+        # Bits may differ on 3 ranks: the stock reducer that replaces the patched one finds its buckets later.
         compare(result["stock"], result["patched"]).assert_equal()
         assert result["counters"]["stock_models"] == models
         assert "keeps the stock reducer" in result["remarks"][0]
@@ -126,13 +126,14 @@ def copied() -> dict[str, Any]:
         buffer.seek(0)
         loaded = torch.load(buffer, weights_only=False)
         if dist.get_rank() == 0:
-            copy.deepcopy(wrapped)  # one rank alone: no collective, no waiting
+            # A copy on one rank alone needs no collective, so it must not wait.
+            copy.deepcopy(wrapped)
         ours = [is_ours(w) for w in (wrapped, twin, loaded)]
         after = [steps(w, 2, start=2) for w in (wrapped, twin, loaded)]
         return {"first": first, "after": after, "ours": ours, "clean": b"ovpatch" not in text}
 
 
-def test_copies_and_pickles_reduce_on_their_own_and_hold_nothing_of_ours(ranks):
+def test_copies_and_pickles_reduce_separately_and_contain_no_object_of_ovpatch(ranks):
     for result in ranks(2)(copied):
         assert result["clean"]
         assert result["ours"] == [True, True, True]
@@ -141,7 +142,7 @@ def test_copies_and_pickles_reduce_on_their_own_and_hold_nothing_of_ours(ranks):
 
 
 def copied_and_called_alone(static_graph: bool) -> list[Any]:
-    """One rank alone runs a forward of a copy, with gradients enabled; then all train it."""
+    """Run a forward of a copy on one rank alone, with gradients enabled; then train the copy on all ranks."""
     with ovpatch.applied("ddp"):
         torch.manual_seed(0)
         wrapped = DDP(net(), static_graph=static_graph)
@@ -154,7 +155,7 @@ def copied_and_called_alone(static_graph: bool) -> list[Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_a_forward_of_a_copy_waits_for_nobody(ranks, world, static_graph):
+def test_a_forward_of_a_copy_waits_for_no_rank(ranks, world, static_graph):
     for ours, wrapped, twin in ranks(world)(copied_and_called_alone, static_graph):
         assert ours
         compare(wrapped, twin).assert_bitwise()
@@ -167,7 +168,7 @@ def update_and_drop(param: torch.Tensor) -> None:
 
 
 def reverted_without_gradients(how: str) -> dict[str, Any]:
-    """The stock reducer is made of parameters none of which has a gradient then, or none has ever had at its end."""
+    """Revert while all parameters are frozen, or while hooks have dropped every gradient in its backward."""
 
     def run() -> list[Record]:
         torch.manual_seed(0)
@@ -216,14 +217,15 @@ def reverted_inside_backward() -> dict[str, Any]:
     torch.manual_seed(0)
     expected = steps(DDP(net()), 2)
     torch.manual_seed(0)
-    said: list[str] = []
+    errors: list[str] = []
 
     def interfere(_param: torch.Tensor) -> None:
         try:
             ovpatch.revert()
         except RuntimeError as error:
-            said.append(str(error))
-        DDP(nn.Linear(2, 2))  # another model, which must not take this backward for a failed one
+            errors.append(str(error))
+        # The wrap of another model must not treat this backward as failed.
+        DDP(nn.Linear(2, 2))
 
     with ovpatch.applied("ddp"):
         wrapped = DDP(net())
@@ -231,14 +233,14 @@ def reverted_inside_backward() -> dict[str, Any]:
         got = steps(wrapped, 1)
         handle.remove()
         got += steps(wrapped, 1, start=1)
-        return {"stock": expected, "patched": got, "ours": is_ours(wrapped), "said": said}
+        return {"stock": expected, "patched": got, "ours": is_ours(wrapped), "errors": errors}
 
 
 def test_revert_inside_a_backward_is_refused_and_loses_no_gradient(ranks):
     for result in ranks(2)(reverted_inside_backward):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["ours"]
-        assert "between two steps" in result["said"][0]
+        assert "between two steps" in result["errors"][0]
 
 
 def reverted_between_forward_and_backward(ddp: dict[str, Any]) -> dict[str, Any]:
@@ -295,17 +297,17 @@ def released() -> bool:
     with ovpatch.applied("ddp"):
         wrapped = DDP(net())
         steps(wrapped, 2)
-        gone = weakref.ref(wrapped.reducer)
+        reducer = weakref.ref(wrapped.reducer)
         gc.collect()
         gc.disable()
         try:
             del wrapped
-            return gone() is None
+            return reducer() is None
         finally:
             gc.enable()
 
 
-def test_the_reducer_goes_with_its_model_without_the_garbage_collector(ranks):
+def test_the_reducer_is_freed_with_its_model_without_the_garbage_collector(ranks):
     assert ranks(2)(released) == [True, True]
 
 
@@ -326,7 +328,7 @@ def test_a_rank_without_ovpatch_is_named(ranks):
 
 
 def objecting_alone() -> dict[str, Any]:
-    """One rank cannot take part: all of them keep the stock reducer."""
+    """Make one rank refuse the patched reducer, so that all ranks keep the stock reducer."""
     from ovpatch_plugins.ddp import ddp_attach
     from ovpatch_plugins.ddp.ddp_report import REMARKS
 
@@ -346,7 +348,7 @@ def objecting_alone() -> dict[str, Any]:
         ddp_attach.find_reason_for_stock = original
 
 
-def test_an_objection_of_one_rank_holds_for_all(ranks):
+def test_a_reason_against_the_reducer_on_one_rank_applies_to_all(ranks):
     for result in ranks(3)(objecting_alone):
         assert not result["ours"]
         assert any("planted (rank 1)" in remark for remark in result["remarks"])
@@ -382,11 +384,12 @@ def early_model(cls: type[DDP]) -> list[str]:
     return [remark for f in report["features"] for remark in f["remarks"]]
 
 
-_made = itertools.count()  # each has keys of its own
+# Each group needs its own keys in the store.
+_made = itertools.count()
 
 
 def loop_group_of_its_own(init_sync: bool) -> list[Record]:
-    """Train over a group that ``torch.distributed`` did not make, so that it knows no store of it."""
+    """Train over a group that ``torch.distributed`` did not make, so it has no store for this group."""
     store, rank, size = fresh_store(f"own {next(_made)}"), dist.get_rank(), dist.get_world_size()
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
@@ -406,7 +409,7 @@ def test_a_group_without_a_store_keeps_the_stock_reducer(ranks, init_sync):
 
 
 @pytest.mark.parametrize("cls", [DDP, OwnWrapper])
-def test_apply_after_the_wrap_says_which_line_to_move(ranks, cls):
+def test_apply_after_the_wrap_reports_the_line_to_move(ranks, cls):
     for remarks in ranks(2)(early_model, cls):
         assert any(
             "Sequential was wrapped in DistributedDataParallel before ovpatch.apply()" in r
@@ -424,7 +427,7 @@ def loop_alone() -> list[Record]:
     return steps(DDP(net()), 2)
 
 
-def test_one_rank_is_a_quiet_no_op(ranks):
+def test_one_rank_alone_trains_as_in_stock_pytorch_and_is_no_fallback(ranks):
     (result,) = ranks(1)(alone)
     compare(result["stock"], result["patched"]).assert_bitwise()
     assert result["counters"]["stock_models"] == 0
@@ -443,7 +446,7 @@ def surfaces() -> dict[str, bool]:
         }
 
 
-def test_the_class_looks_as_before(ranks):
+def test_the_class_keeps_its_signature_name_and_pickles(ranks):
     for result in ranks(2)(surfaces):
         assert all(result.values()), result
     assert os.environ.get("OVPATCH") in (None, "1")

@@ -1,4 +1,4 @@
-"""What tests of the feature's contract share: stock and patched runs of many cases, and what is demanded of each."""
+"""Helpers of the tests of the feature's contract: they run many cases stock and patched, and check each result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.plugins.ddp.checks import on as on
 from tests.plugins.ddp.checks import some as some
 from tests.support.equality import compare
 
-# Tests' models are small; all but the smallest parameters are to be cut. With overlap there is more to go wrong.
+# The models of the tests are small, and all but their smallest parameters must be sharded. With overlap, more can
+# go wrong.
 SMALL = {"min_param_numel": 8, "overlap_param_gather": True}
 
 
@@ -33,18 +34,19 @@ def both(
 
 
 def apply(options: dict[str, Any] | None = None) -> AbstractContextManager[Any]:
-    """Turn the features on, with :data:`SMALL` unless ``options`` say otherwise."""
+    """Turn the features on, with :data:`SMALL` unless ``options`` override it."""
     return ovpatch.applied(
         "ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})}
     )
 
 
-#: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
+# Not empty while a stock run measures the noise of stock PyTorch. :func:`ddp` then makes other buckets, so more than
+# two ranks add in another order.
 _reordered: list[bool] = []
 
 
 def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
-    """Wrap a model; in the run that measures stock's noise, with other buckets."""
+    """Wrap a model, with other buckets in the run that measures the noise of stock PyTorch."""
     return DistributedDataParallel(
         model, **({"bucket_cap_mb": 1e-4} | kwargs if _reordered else kwargs)
     )
@@ -53,7 +55,7 @@ def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
 def all_cases(
     loop: Callable[..., list[Any]], cases: Cases, options: dict[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Run every case in both arms; on more than two ranks also stock with its sums in another order."""
+    """Run every case in both arms, and on more than two ranks also stock with its sums in another order."""
     again = _other_buckets if dist.get_world_size() > 2 else None
     return all_both(loop, cases, apply=partial(apply, options), again=again)
 
@@ -74,15 +76,15 @@ def check(
     bitwise: bool = True,
     floor: float = FLOOR,
 ) -> None:
-    """Demand stock's values, bitwise on two ranks, and that the patch ran.
+    """Demand the values of stock PyTorch, bitwise on two ranks, and that the patch ran.
 
     Args:
-        results: What :func:`all_cases` returned, of one case, by rank.
-        steps: How many steps by parts there were at least; with 0, none.
-        by_parts: Whether gradients were reduced and scattered; None where both is right.
-        stock: How many optimizers stayed stock.
-        bitwise: Demand stock's bits on two ranks.
-        floor: Difference that is allowed on more ranks, where one other order of the sums does not show it.
+        results: The results of :func:`all_cases` for one case, by rank.
+        steps: The least number of sharded steps. 0: no step may be sharded.
+        by_parts: Whether gradients were reduced and scattered. None: both are right.
+        stock: The number of optimizers that fell back to torch.
+        bitwise: Demand the bits of stock PyTorch on two ranks.
+        floor: The difference allowed on more ranks if a second order of the sums does not show it.
     """
     for rank, result in enumerate(results):
         compared = compare(
@@ -96,7 +98,7 @@ def check(
         assert counters["stock_optimizers"] == stock, (rank, counters)
 
 
-#: Checks every case, by default by :func:`check`.
+# Check every case, by default by :func:`check`.
 check_all = partial(check_each, check=check)
 
 
@@ -122,5 +124,5 @@ def train_steps(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> lis
 
 
 def versions(model: nn.Module) -> dict[str, int]:
-    """Return how often autograd knows each parameter to have been written to."""
+    """Return how many writes autograd has counted for each parameter."""
     return {name: param._version for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Two ranks on GPUs, of which the second stays away in the middle of training; all that moves goes by copy engines."""
+"""A program for two GPUs. The second rank stops in the middle of training, and copy engines move all data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 
-WHERE = sys.argv[1]  # the second rank stays away before this, in step 3
+# The point of step 3 before which the second rank stops.
+WHERE = sys.argv[1]
 TIMEOUT_S = 8
 
 
-def away(point: str, step: int) -> None:
+def stop_at(point: str, step: int) -> None:
     if step == 3 and point == WHERE and dist.get_rank() == 1:
         time.sleep(600)
 
@@ -34,18 +35,17 @@ def main() -> None:
     layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]).to(
         device
     )
-    layers[2].register_full_backward_hook(
-        lambda *_: away("end of backward", steps[-1])
-    )  # some are on their way then
+    # When this hook runs, the reduce-scatters of later layers are in flight.
+    layers[2].register_full_backward_hook(lambda *_: stop_at("end of backward", steps[-1]))
     model, steps = DistributedDataParallel(layers, bucket_cap_mb=1), [0]
     opt = torch.optim.AdamW(model.parameters())
     for step in range(5):
         steps.append(step)
-        away("forward", step)
+        stop_at("forward", step)
         loss = model(torch.randn(8, 512, device=device)).square().mean()
         loss.backward()
         loss.item()
-        away("step", step)
+        stop_at("step", step)
         opt.step()
         torch.cuda.synchronize()
         print(f"rank {dist.get_rank()} has ended step {step}", flush=True)

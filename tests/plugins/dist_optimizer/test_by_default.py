@@ -1,4 +1,4 @@
-"""The feature as a plain ``apply()`` has it: on, and its patches and modules are there once a model is sharded."""
+"""The feature under a plain ``apply()``: it is on, and applies most patches only once a model is sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.arms import both as run_both
 from tests.plugins.dist_optimizer.checks import check, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
-from tests.plugins.dist_optimizer.test_sharding_choice import SPARED, border
+from tests.plugins.dist_optimizer.test_sharding_choice import SAVED, saved_threshold
 
 STEPS = 6
 FEATURE = "dist_optimizer"
@@ -33,7 +33,7 @@ WORK = {
 
 
 def plain() -> Any:
-    """A plain ``apply()``, with tests' small models in mind."""
+    """Call ``apply()`` without names, with an option that shards the small models of the tests."""
     return ovpatch.applied(options={FEATURE: {"min_param_numel": 8}})
 
 
@@ -49,10 +49,10 @@ def shard_option() -> Any:
     return ovpatch.report()[FEATURE].options["shard"].value
 
 
-# --- which option value holds ---
+# --- the value of the option ---
 
 
-def test_by_default_each_models_choice_and_by_name_all():
+def test_a_plain_apply_chooses_by_model_and_a_named_feature_always_shards():
     with ovpatch.applied():
         assert shard_option() == "auto"
     with ovpatch.applied("ddp", FEATURE):
@@ -64,24 +64,25 @@ def test_by_default_each_models_choice_and_by_name_all():
 @pytest.mark.parametrize(
     "variable", [("OVPATCH", "+dist_optimizer"), ("OVPATCH_DIST_OPTIMIZER", "1")]
 )
-def test_the_environment_names_it(monkeypatch, variable):
+def test_a_feature_named_by_the_environment_always_shards(monkeypatch, variable):
     monkeypatch.setenv(*variable)
     with ovpatch.applied():
         assert shard_option() == "always"
 
 
-def test_a_plain_call_does_not_take_a_name_back():
+def test_a_later_plain_call_does_not_undo_a_name():
     with ovpatch.applied("ddp", FEATURE):
         ovpatch.apply()
         assert shard_option() == "always"
         ovpatch.apply("ddp")
         assert shard_option() == "always"
-        ovpatch.apply(options={"ddp": {"bucket_cap_mb": 8}})  # which turns both off and on again
+        # New options of ddp turn both features off and on again.
+        ovpatch.apply(options={"ddp": {"bucket_cap_mb": 8}})
         ovpatch.apply()
         assert shard_option() == "always"
 
 
-def test_without_what_it_requires_it_is_off_which_is_no_fault(monkeypatch):
+def test_without_ddp_the_feature_is_off_and_an_error_only_if_it_was_named(monkeypatch):
     monkeypatch.setenv("OVPATCH", "-ddp")
     monkeypatch.setenv("OVPATCH_STRICT", "1")
     with ovpatch.applied():
@@ -91,14 +92,14 @@ def test_without_what_it_requires_it_is_off_which_is_no_fault(monkeypatch):
         ovpatch.apply()
 
 
-# --- what is patched, and when ---
+# --- the patched targets by time ---
 
 
 def test_until_a_model_is_sharded_only_steps_are_patched(ranks):
-    for at_first, whole, sharded, another, left in ranks(2)(patches_by_time):
+    for at_first, unsharded, sharded, another, left in ranks(2)(patches_by_time):
         assert {name.rpartition(".")[2] for name in at_first} == {"step"}
-        assert whole == at_first
-        assert sharded > whole | WORK
+        assert unsharded == at_first
+        assert sharded > unsharded | WORK
         assert another == sharded
         assert left == set()
 
@@ -106,8 +107,8 @@ def test_until_a_model_is_sharded_only_steps_are_patched(ranks):
 def patches_by_time() -> list[set[str]]:
     with plain():
         found = [patched()]
-        for least in (SPARED + 1, SPARED, SPARED):
-            with border(least):
+        for least in (SAVED + 1, SAVED, SAVED):
+            with saved_threshold(least):
                 ddp(net())
             found.append(patched())
     return [*found, patched()]
@@ -117,7 +118,7 @@ def patches_by_time() -> list[set[str]]:
 
 
 def train(scheduled: bool = False) -> list[Record]:
-    """Train; the optimizer, and a scheduler that keeps its step, may be there before the model is wrapped."""
+    """Train with an optimizer, and perhaps a scheduler that keeps its step, made before the model is wrapped."""
     inner = net()
     opt = OPTIMIZERS["adamw"](inner.parameters())
     scheduler = LambdaLR(opt, lambda epoch: 1.0 / (1 + epoch)) if scheduled else None
@@ -131,14 +132,14 @@ def train(scheduled: bool = False) -> list[Record]:
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("least", [SPARED, SPARED + 1])
-def test_a_plain_apply_has_stocks_bits(ranks, scheduled, least):
+@pytest.mark.parametrize("least", [SAVED, SAVED + 1])
+def test_a_plain_apply_has_the_bits_of_stock_pytorch(ranks, scheduled, least):
     results = ranks(2)(both_plain, least, scheduled)
-    check(results, steps=STEPS if least == SPARED else 0)
+    check(results, steps=STEPS if least == SAVED else 0)
 
 
 def both_plain(least: int, scheduled: bool) -> dict[str, Any]:
-    with border(least):
+    with saved_threshold(least):
         return run_both(functools.partial(train, scheduled), apply=plain)
 
 
@@ -159,24 +160,24 @@ def train_with_names_from_before(clip: Callable[..., Any]) -> list[Record]:
 
 
 def both_with_names_from_before() -> dict[str, Any]:
-    with border(SPARED):
+    with saved_threshold(SAVED):
         return run_both(
             functools.partial(train_with_names_from_before, clip_grad_norm_), apply=plain
         )
 
 
-def test_functions_that_were_taken_by_name_before_know_shards(ranks):
+def test_functions_that_were_imported_before_the_patches_use_shards(ranks):
     results = ranks(2)(both_with_names_from_before)
-    check(results, steps=STEPS, bitwise=False)  # norms are summed from shards
+    # Norms are summed from shards, in another order than in stock PyTorch.
+    check(results, steps=STEPS, bitwise=False)
     for result in results:
-        assert result["counters"]["norms"] >= 2 * (
-            STEPS - 2
-        )  # from shards, from the third backward on
+        # The third backward is the first that shards gradients.
+        assert result["counters"]["norms"] >= 2 * (STEPS - 2)
         assert result["counters"]["grads_read"] == 0
 
 
 @pytest.mark.parametrize("kind", [PatchError, OSError])
-def test_where_a_patch_cannot_be_applied_on_one_rank_no_rank_shards(ranks, kind):
+def test_if_a_patch_cannot_be_applied_on_one_rank_no_rank_shards(ranks, kind):
     results = ranks(2)(both_without_patches, kind)
     check([result for result, _ in results], steps=0)
     for _, remarks in results:
@@ -199,7 +200,7 @@ def both_without_patches(kind: type[Exception]) -> tuple[dict[str, Any], list[st
         remarks[:] = ovpatch.report()[FEATURE].remarks
         return records
 
-    with border(SPARED):
+    with saved_threshold(SAVED):
         return run_both(loop, apply=plain), remarks
 
 

@@ -1,4 +1,4 @@
-"""Norms of gradients that are in parts: as stock rounds them, alike on all ranks, whatever one rank did to its own."""
+"""Norms of sharded gradients: rounded as in stock PyTorch, and equal on all ranks even if one changed a gradient."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-ORDERS = (2.0, 0.5, math.inf)  # but for inf there is one way
+# One way computes all norms of a finite order, and another the maximum.
+ORDERS = (2.0, 0.5, math.inf)
 STEPS = 5
 
 
 class Net(nn.Module):
-    """Parameters that are cut, also into unequal parts, and some that are too small."""
+    """A model with sharded parameters, some in unequal shards, and one parameter that is too small to shard."""
 
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ CASES = {
 
 
 def check_rounded(results: list[dict[str, Any]], **_: Any) -> None:
-    """Demand stock's dtype of the norm, and its value but for the last bit of that dtype."""
+    """Demand the norm of stock PyTorch: the same dtype, and the same value except for the last bits of that dtype."""
     for result in results:
         assert result["counters"]["norms"] >= STEPS - 2
         for stock, ours in zip(result["stock"], result["patched"], strict=True):
@@ -83,15 +84,15 @@ def check_rounded(results: list[dict[str, Any]], **_: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_norms_are_rounded_as_stock_rounds_them(ranks, world):
+def test_norms_are_rounded_as_in_stock_pytorch(ranks, world):
     check_all(ranks(world)(all_cases, clipped, on(world, CASES)), check=check_rounded)
 
 
-# --- alike on all ranks ---
+# --- the same norm on all ranks ---
 
 
 def logged_norms(read: str) -> list[torch.Tensor]:
-    """Clip by a norm that each rank has computed by itself; return norms, and parameters that are too small to cut."""
+    """Clip by a norm that each rank has computed itself; return norms, and the local values of the parameters."""
     torch.manual_seed(3)
     model = ddp(nn.Sequential(nn.Linear(33, 47), nn.Tanh(), nn.Linear(47, 3)))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -123,9 +124,8 @@ def test_all_ranks_find_the_same_bits(ranks, world, read):
 
 # --- references that were taken before ---
 
-HELD = functools.partial(
-    torch.nn.utils.clip_grad_norm_, max_norm=0.05
-)  # nothing rebinds what is inside
+# The patch manager cannot rebind the function inside of a partial.
+HELD = functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.05)
 
 
 def clipped_by(how: str) -> list[Any]:
@@ -160,7 +160,7 @@ def test_clipping_by_any_reference_and_of_any_iterable(ranks, how):
 
 
 def replaced(who: str, how: str) -> list[Record]:
-    """One rank puts a tensor of its own in the place of a gradient, or reads one; then all clip or unscale."""
+    """Replace gradients by copies on one rank, all ranks or none; then all ranks clip or unscale."""
     torch.manual_seed(1)
     model = ddp(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -205,7 +205,7 @@ def test_one_rank_may_replace_a_gradient(ranks, world):
 
 
 def dropped() -> list[Record]:
-    """One rank drops a gradient that the others clip: its own norm is without it, and nobody waits."""
+    """Drop a gradient on one rank while its peer clips it: the rank's own norm excludes it, and no rank waits."""
     model = ddp(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)))
     found = []
     for step in range(6):
@@ -252,14 +252,14 @@ def test_peers_read_a_gradient_as_it_is_after_an_update_in_place(ranks, is_scale
             compare(result["stock"], result["patched"]).assert_bitwise()
 
 
-# --- what the last bit of a norm does ---
+# --- the effect of the last bit of a norm ---
 
 
 def normalised(norms: list[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], list[Record]]:
-    """Train biases in front of BatchNorm, whose true gradient is zero, with clipping and averaged weights.
+    """Train biases before BatchNorm, whose true gradient is zero, with clipping and averaged weights.
 
     Args:
-        norms: What to clip by in each step; by default what torch finds.
+        norms: The norm of each step to clip by. Default: the norm that torch computes.
     """
     torch.manual_seed(1)
     net = nn.Sequential(
@@ -287,14 +287,17 @@ def normalised(norms: list[torch.Tensor] | None = None) -> tuple[list[torch.Tens
     return found, records
 
 
-def clipped_alike() -> dict[str, Any]:
+def with_norms_of_shards() -> dict[str, Any]:
     result = both(normalised)
     return {**result, "by our norms": normalised(result["patched"][0])[1]}
 
 
-def test_what_differs_from_stock_is_the_last_bit_of_the_norm_and_nothing_else(ranks):
-    """Adam divides a gradient of rounding errors by its own size: another last bit moves such a bias by up to lr."""
-    for result in ranks(2)(clipped_alike):
+def test_only_the_last_bit_of_the_norm_differs_from_stock_pytorch(ranks):
+    """Check that steps with the norms of shards, clipped by torch, have the same bits.
+
+    Adam scales a gradient of rounding errors to the learning rate, so another last bit moves such a bias by up to lr.
+    """
+    for result in ranks(2)(with_norms_of_shards):
         (stock, _), (ours, patched) = result["stock"], result["patched"]
         assert result["counters"]["norms"] >= 6
         torch.testing.assert_close(ours, stock, rtol=1e-6, atol=0)

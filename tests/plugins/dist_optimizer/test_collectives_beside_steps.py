@@ -33,8 +33,8 @@ STEPS = 6
 KINDS = OPTIMIZERS | {"adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01)}
 
 
-def beside(run: Callable[[], Any], found: torch.Tensor) -> Any:
-    """Run something that issues no collective under stock, and an all-reduce of ours before it, or after it."""
+def run_with_all_reduce(run: Callable[[], Any], found: torch.Tensor) -> Any:
+    """Call ``run``, which issues no collective in stock PyTorch; all-reduce before it on rank 0, after it on peers."""
     first = dist.get_rank() == 0
     work = dist.all_reduce(found, async_op=True) if first else None
     result = run()
@@ -53,11 +53,11 @@ def trained(place: str, optimizer: str = "adamw") -> list[Record]:
         opt.zero_grad()
         scaler.scale(model(data(step, 5, 6)).square().mean()).backward()
         if place == "unscale":
-            beside(lambda: scaler.unscale_(opt), found)
+            run_with_all_reduce(lambda: scaler.unscale_(opt), found)
         if place == "clip":
-            beside(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05), found)
+            run_with_all_reduce(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05), found)
         run = (lambda: scaler.step(opt)) if place == "unscale" else opt.step
-        beside(run, found) if place == "step" else run()
+        run_with_all_reduce(run, found) if place == "step" else run()
         scaler.update() if place == "unscale" else None
         records.append({"found": found, "param": params(model)})
     return records
@@ -77,14 +77,13 @@ def test_before_on_one_rank_and_after_on_another(ranks, world):
 
 
 def all_cases_in_a_hurry(*args: Any) -> Any:
-    with mock.patch.object(
-        selection, "IDLE_S", 2.0
-    ):  # which the first step waits before it leaves copy engines alone
+    # The first step waits this long for an idle peer before it gives up copy engines.
+    with mock.patch.object(selection, "IDLE_S", 2.0):
         return all_cases(*args)
 
 
-# The first all-gather connects the communicator. Over sockets, which ranks that share a GPU have, NCCL then allocates
-# pinned memory, and that waits for the script's collective.
+# The first all-gather connects the communicator. Ranks that share a GPU use sockets, for which NCCL then allocates
+# pinned memory, and this allocation waits for the script's collective.
 @pytest.mark.gpu(2, own=True)
 def test_before_on_one_rank_and_after_on_another_with_nccl(ranks):
     results = ranks(2)(all_cases_in_a_hurry, trained, CASES, **NCCL)
@@ -92,7 +91,7 @@ def test_before_on_one_rank_and_after_on_another_with_nccl(ranks):
 
 
 def by_a_thread() -> list[Record]:
-    """A thread sums metrics up while the main one steps, which of the two comes first is anybody's guess."""
+    """Sum metrics on a thread while the main thread steps, at random in either order."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     pauses = random.Random(dist.get_rank())
@@ -106,8 +105,8 @@ def by_a_thread() -> list[Record]:
             found: list[torch.Tensor] = found, pause: float = 0.002 * pauses.random()
         ) -> None:
             time.sleep(pause)
-            for one in found:
-                dist.all_reduce(one)
+            for metric in found:
+                dist.all_reduce(metric)
 
         thread = threading.Thread(target=add_up)
         thread.start()
@@ -119,13 +118,13 @@ def by_a_thread() -> list[Record]:
 
 
 @pytest.mark.parametrize(("overlap", "world"), [(False, 2), (True, 2), (True, 3)])
-def test_a_thread_sums_up_beside_steps(ranks, world, overlap):
+def test_a_thread_reduces_metrics_while_the_main_thread_steps(ranks, world, overlap):
     options = {"overlap_param_gather": overlap}
     check_all(ranks(world)(all_cases, by_a_thread, {"": {}}, options=options), steps=2 * STEPS)
 
 
 def made(count: int) -> list[Any]:
-    """Make communicators beside several groups, in another order than torch's groups, whose names nobody notices."""
+    """Make communicators of groups in another order than the groups; return whether the groups' names stay the same."""
     groups = [dist.new_group([0, 1]) for _ in range(count - 1)]
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -147,7 +146,7 @@ def made(count: int) -> list[Any]:
     return [found, [group.group_name for group in groups] == names]
 
 
-def test_communicators_beside_several_groups(ranks):
+def test_communicators_of_several_groups(ranks):
     for rank, (found, same) in enumerate(ranks(2)(made, 3)):
         assert found == [(2, rank, [1.0] * 3)] * 4
         assert same

@@ -23,7 +23,7 @@ def counted(outside: bool, overlap: bool) -> dict[str, Any]:
     }
 
 
-# Without overlap no parameter is on its way, wherever the code is compiled.
+# Without overlap no gather is in flight in compiled code, so one case of it is enough.
 @pytest.mark.parametrize(("outside", "overlap"), [(True, True), (False, True), (False, False)])
 def test_compiled_training_equals_stock_and_compiles_no_more_graphs(ranks, outside, overlap):
     for result in ranks(2)(counted, outside, overlap, timeout=120):
@@ -37,7 +37,7 @@ def test_compiled_training_equals_stock_and_compiles_no_more_graphs(ranks, outsi
 
 
 class Block(nn.Module):
-    """A user's module: torch compiles nothing of its own ones by themselves."""
+    """A user's module. torch does not compile its own modules alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class Block(nn.Module):
         return x + self.second(self.first(x).tanh())
 
 
-def looked_at() -> list[Any]:
-    """Compile blocks one by one, as some do, and look what Dynamo does: frames in all, regions and look-ups in a step.
+def dynamo_events() -> list[Any]:
+    """Compile each block alone, as some scripts do; return Dynamo's frames, and its regions and look-ups in a step.
 
-    While a block is called, parameters of the next ones may be in flight. Functions that wait are called in it then.
+    While a block runs, parameters of the next blocks may be in flight, so functions that wait are called in it.
     """
     model = nn.Sequential(*(Block() for _ in range(3)))
     for block in model:
@@ -73,9 +73,9 @@ def looked_at() -> list[Any]:
 
 
 @pytest.mark.parametrize("granularity", ["size", "layer"])
-def test_compiled_blocks_are_looked_up_as_often_as_under_stock(ranks, granularity):
+def test_compiled_blocks_are_looked_up_as_often_as_in_stock_pytorch(ranks, granularity):
     for result in ranks(2)(
-        both, looked_at, options={"gather_granularity": granularity}, timeout=120
+        both, dynamo_events, options={"gather_granularity": granularity}, timeout=120
     ):
         assert result["counters"]["gathers_overlapped"] == (5 if granularity == "size" else 15)
         assert result["stock"] == result["patched"]
@@ -97,10 +97,9 @@ def compiled_later(kind: str) -> list[Any]:
     return records
 
 
-@pytest.mark.parametrize(
-    ("kind", "world"), [("adamw", 2), ("sgd", 3)]
-)  # each kind, and even and uneven parts
-def test_a_step_that_is_compiled_later_makes_its_optimizer_stock(ranks, world, kind):
+# Two ranks have even shards, and three have uneven ones.
+@pytest.mark.parametrize(("kind", "world"), [("adamw", 2), ("sgd", 3)])
+def test_an_optimizer_whose_step_is_compiled_later_falls_back(ranks, world, kind):
     for result in ranks(world)(
         both, compiled_later, kind, options={"min_param_numel": 1}, timeout=120
     ):

@@ -33,7 +33,7 @@ BY_COPIES = {"copy_engines": "on"}
 
 @contextmanager
 def in_files() -> Iterator[None]:
-    """Have ranks on CPUs copy through files that they share."""
+    """Make ranks on CPUs copy through files that they share."""
 
     def choose(group: Any, device: torch.device, mode: str, **_: Any) -> None:
         chosen = selection.get_choice(group, device)
@@ -69,19 +69,20 @@ def test_loops_on_cpus(ranks, world):
 
 
 def attended() -> list[Any]:
-    """Train three steps; return what was attended, by steps and by backwards."""
+    """Train three steps; return the arguments of the calls of ``attend`` at their ends."""
     calls: list[Any] = []
 
     def attend(group: Any, device: torch.device, communicator: Any = None) -> None:
+        # The call at the end of a backward has no communicator.
         if communicator is None:
-            return  # at the end of a backward
-        beside = communicator is step_communicator(group, device) is not group
+            return
+        is_step_communicator = communicator is step_communicator(group, device) is not group
         calls.append(
             (
                 group is dist.group.WORLD,
                 str(device),
                 selection.find_gatherer(group, device) is not None,
-                beside,
+                is_step_communicator,
             )
         )
 
@@ -90,13 +91,13 @@ def attended() -> list[Any]:
     return calls
 
 
-def test_what_a_step_gathers_is_attended(ranks):
+def test_the_gathers_of_each_step_are_attended(ranks):
     for calls in ranks(2)(attended):
         assert calls == [(True, "cpu", True, True)] * 3
 
 
 def order_of_a_step() -> list[str]:
-    """Return which of two calls each step makes first, and which next."""
+    """Return the calls of all steps that choose the transport or begin the update, in order."""
     calls: list[str] = []
 
     def noting(name: str, function: Any) -> Any:
@@ -120,13 +121,13 @@ def order_of_a_step() -> list[str]:
 
 
 def test_ranks_choose_the_transport_before_they_update(ranks):
-    """The first kernel of an update may wait for a collective that a peer launches after its own step."""
+    """Check the order of two calls: an update may wait for a collective that a peer launches after its own step."""
     assert ranks(2)(order_of_a_step) == [["choose", "update"] * 3] * 2
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    ("where", "noticed"),
+    ("where", "message"),
     [
         ("forward", "not all ranks reached the same collective"),
         ("end of backward", "Watchdog caught collective operation timeout"),
@@ -134,22 +135,25 @@ def test_ranks_choose_the_transport_before_they_update(ranks):
         ("step", "Watchdog caught collective operation timeout"),
     ],
 )
-def test_a_rank_that_stays_away_is_noticed(where, noticed):
-    """By its peers' hosts, or where those have gone on, by the backend, on which their streams do not wait."""
+def test_a_missing_rank_is_an_error(where, message):
+    """Check that the hosts of its peers raise, or the backend if the hosts have already continued.
+
+    In the second case streams wait for copies, and not for the backend.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.plugins.dist_optimizer.missing_rank", where]
-    # The process ends at once, and not after what it had under way has been written down and torn down.
+    # The process ends immediately, instead of first dumping and tearing down the work that was in flight.
     env = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=patience.scale(120), env=env
     )
-    said = done.stdout + done.stderr
-    assert done.returncode, said
-    assert "rank 0 has ended step 2" in said, said
-    assert noticed in said, said
+    output = done.stdout + done.stderr
+    assert done.returncode, output
+    assert "rank 0 has ended step 2" in output, output
+    assert message in output, output
 
 
-def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):
+def test_the_copy_engine_of_a_group_is_released_after_the_group_is_destroyed(monkeypatch):
     calls: list[str] = []
     for owner, name in ((optimizer_attach.pending_param, "wait_for_all"), (selection, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
@@ -184,11 +188,11 @@ def test_clipped(ranks, gpus, overlap):
 def test_loops_on_gpus(ranks):
     styles = named("style", test_loop_styles.STYLES)
     check_copied(ranks(2)(all_cases, test_loop_styles.train, styles, options=BY_COPIES, **NCCL))
-    halves = {name: {"kind": name, "dtype": torch.bfloat16} for name in test_main_params.OPTIMIZERS}
+    cases = {name: {"kind": name, "dtype": torch.bfloat16} for name in test_main_params.OPTIMIZERS}
     results = ranks(2)(
         all_cases,
         test_main_params.train,
-        halves,
+        cases,
         options=BY_COPIES | test_main_params.IN_FP32,
         **NCCL,
     )
@@ -196,7 +200,7 @@ def test_loops_on_gpus(ranks):
 
 
 def many(repetitions: int) -> list[int]:
-    """Move random tensors with ranks and streams that are late at random; return what came out wrong."""
+    """Move random tensors while ranks and streams are late at random; return the repetitions with wrong results."""
     group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device())
     engine = Engine(group, device, slot_bytes=1 << 20)
@@ -215,24 +219,24 @@ def many(repetitions: int) -> list[int]:
             time.sleep(late.random() * 2e-3)
         if late.random() < 0.5:
             torch.cuda._sleep(int(late.random() * 2e6))
-        wholes = [torch.empty(size * world, device=device) for size in sizes]
+        gathered = [torch.empty(size * world, device=device) for size in sizes]
         spread = [torch.cat([given[rank][i] + r for r in range(world)]) for i in range(len(sizes))]
         sums = [torch.empty(size, device=device) for size in sizes]
         stream = torch.cuda.Stream() if late.random() < 0.3 else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             works = [
-                *engine.gather(wholes, given[rank]),
+                *engine.gather(gathered, given[rank]),
                 *engine.scatter(sums, spread, average=False),
             ]
         for work in works:
             work.wait()
         torch.cuda.current_stream().wait_stream(stream)
         for i in range(len(sizes)):
-            total = sum(one[i] for one in given) + world * rank
-            right = torch.equal(wholes[i], torch.cat([one[i] for one in given])) and torch.equal(
-                sums[i], total
-            )
+            total = sum(tensors[i] for tensors in given) + world * rank
+            right = torch.equal(
+                gathered[i], torch.cat([tensors[i] for tensors in given])
+            ) and torch.equal(sums[i], total)
             wrong += [] if right else [repetition]
     assert engine.drain(timeout_s=60)
     return wrong
@@ -243,7 +247,7 @@ def test_late_ranks_and_streams(ranks, gpus):
 
 
 def chosen() -> dict[str, Any]:
-    """Let copy engines race the backend, and let go of a model whose gather nobody waits for."""
+    """Let copy engines race the backend, then drop the model while no rank waits for its gather."""
     options = {"dist_optimizer": SMALL | {"copy_engines": "auto"}}
     with ovpatch.applied("ddp", "dist_optimizer", options=options):
         model = torch.nn.parallel.DistributedDataParallel(test_loops.net())

@@ -1,4 +1,4 @@
-"""CUDA graphs over parameters that are gathered: of a forward, of a backward, and where there can be none."""
+"""CUDA graphs over gathered parameters: graphs of a forward, graphs of a backward, and captures that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def loop_of_replays(when: str) -> list[Any]:
-    """Steps, between which a graph of the forward is replayed, captured before the first of them or after some."""
+    """Replay a graph of the forward between steps; capture it before the first step, or after some."""
     wrapped = ddp(Mixed().to(device()))
     optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-3)
     for number in range(0 if when == "before" else 4):
@@ -40,7 +40,7 @@ def loop_of_replays(when: str) -> list[Any]:
     with torch.no_grad():
         wrapped.module(static)
     optimizer.zero_grad()
-    if when == "behind a step":
+    if when == "right after a step":
         step(wrapped, optimizer, 4)
     with torch.no_grad(), torch.cuda.graph(graph):
         outputs = wrapped.module(static)
@@ -56,7 +56,7 @@ def loop_of_replays(when: str) -> list[Any]:
 
 
 def loop_of_callables() -> list[Record]:
-    """A part of the model whose forward and backward are graphs, made before the model is wrapped."""
+    """Train with a layer whose forward and backward are graphs, made before the model is wrapped."""
     model = Mixed().to(device())
     given = torch.randn(32, 640, device=device(), requires_grad=True)
     model.norm = torch.cuda.make_graphed_callables(model.norm, (given,))
@@ -70,7 +70,7 @@ def loop_of_callables() -> list[Record]:
 
 
 def loop_of_backwards() -> list[Any]:
-    """Forward and backward in one graph, and steps outside of it."""
+    """Replay forward and backward as one graph, and step outside of it."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         model = Mixed().to(device())
@@ -99,8 +99,8 @@ def loop_of_backwards() -> list[Any]:
     return records
 
 
-# Where ranks share a GPU and NCCL has sockets, steps behind the stock arm's graph may hang in the first ballot: see
-# docs/cluster.md, "CUDA graphs over the network". With NCCL_RUNTIME_CONNECT=0 three of three came beyond.
+# If ranks share a GPU and NCCL uses sockets, steps after the graph of the stock arm may hang in the first ballot: see
+# docs/cluster.md, "CUDA graphs over the network". With NCCL_RUNTIME_CONNECT=0 three of three runs passed it.
 @pytest.mark.gpu(2, own=True)
 @pytest.mark.parametrize("copy_engines", ["off", "auto"])
 def test_forward_and_backward(ranks, copy_engines):
@@ -112,13 +112,13 @@ def test_forward_and_backward(ranks, copy_engines):
 
 
 @pytest.mark.gpu(2)
-def test_a_whole_step_stays_stock(ranks):
+def test_a_step_that_is_captured_entirely_falls_back(ranks):
     check_all([{"": r} for r in ranks(2)(both, loop_graphed, **GPU)], steps=0, stock=1)
 
 
 @contextlib.contextmanager
 def as_if_captured() -> Iterator[None]:
-    """Have everything on the CPU believe that a CUDA graph is captured."""
+    """Make the modules that check for a capture see a CUDA graph being captured, on the CPU."""
     with contextlib.ExitStack() as patches:
         for module in (step_flags, sequence_lock, sharded_grads, divided):
             patches.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
@@ -126,7 +126,7 @@ def as_if_captured() -> Iterator[None]:
 
 
 def loop_of_two_captures() -> list[Any]:
-    """Two backwards are captured: one that ranks would tell after what they want, and one after they agreed."""
+    """Capture two backwards: the first would send the votes of ranks, and the second is after ranks have agreed."""
     model = ddp(net())
     optimizer, sharded = torch.optim.AdamW(model.parameters(), 1e-2), False
     records: list[Any] = []
@@ -146,7 +146,8 @@ def loop_of_two_captures() -> list[Any]:
                     ):
                         optimizer.step()
         by_parts = any(isinstance(grad, LazyTensor) for grad in grads.values())
-        del grads  # a gradient that is kept beyond the next backward counts as read
+        # A gradient that is kept beyond the next backward counts as read.
+        del grads
         assert by_parts == (sharded and number in (3, 4, 6, 7, 8)), (
             f"{number}: casting and reading votes takes a host"
         )
@@ -154,24 +155,26 @@ def loop_of_two_captures() -> list[Any]:
     return [*records, params(model)]
 
 
-def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
+def test_a_captured_backward_leaves_full_gradients_and_its_step_is_refused(ranks):
     check_all([{"": r} for r in ranks(2)(both, loop_of_two_captures)], steps=9)
 
 
-def test_nobody_meets_an_event_of_a_capture():
-    one = SequenceLock(torch.device("cpu"))
-    one.is_asynchronous, one._staging = True, mock.Mock()
+def test_a_capture_leaves_no_event_that_a_reader_could_wait_for():
+    lock = SequenceLock(torch.device("cpu"))
+    lock.is_asynchronous, lock._staging = True, mock.Mock()
     with mock.patch.object(sequence_lock, "is_capturing", return_value=True):
-        one.begin_update()
-        one.end_update()
-    assert one.version == 1
-    assert not one._starts
-    assert not one._ends
+        lock.begin_update()
+        lock.end_update()
+    assert lock.version == 1
+    assert not lock._starts
+    assert not lock._ends
 
 
-def test_an_optimizer_that_may_be_captured_stays_stock():
-    ones = [torch.nn.Parameter(torch.zeros(2))]
-    optimizers = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
+def test_an_optimizer_that_may_be_captured_falls_back():
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    optimizers = [
+        torch.optim.AdamW([{"params": weights, "capturable": on}]) for on in (False, True)
+    ]
     named = step_patches.NamedClasses()
     assert [step_patches.unsupported_reason(optimizer, named)[:15] for optimizer in optimizers] == [
         "",
@@ -180,7 +183,7 @@ def test_an_optimizer_that_may_be_captured_stays_stock():
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("when", ["before", "after", "behind a step"])
+@pytest.mark.parametrize("when", ["before", "after", "right after a step"])
 def test_replays_between_steps(ranks, when):
     for copy_engines in ("off", "auto"):
         options = {"copy_engines": copy_engines}

@@ -1,4 +1,4 @@
-"""Four ranks: some loops of each kind. What there is on two and three is tested there, in every form."""
+"""Some loops of each kind on four ranks. The other files test all forms of them, on two and three ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_loops_and_optimizers(ranks):
     )
 
 
-def test_whole_parameters_and_state(ranks):
+def test_full_parameters_and_state(ranks):
     check_each(
         ranks(4)(
             all_cases,
@@ -52,11 +52,7 @@ def test_whole_parameters_and_state(ranks):
         )
     )
     results = ranks(4)(all_cases, test_state.one_rank, {"": {"reader": "state_dict", "rank": 0}})
-    one = results[0][""]
-    compare(one["stock"], one["patched"], reordered=one["reordered"]).assert_equal()
-    assert [result[""]["counters"]["state_reads"] > 0 for result in results] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    result = results[0][""]
+    compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
+    readers = [case[""]["counters"]["state_reads"] > 0 for case in results]
+    assert readers == [True, False, False, False]

@@ -1,4 +1,4 @@
-"""The feature on GPUs over NCCL: the loops of the other files, and what only streams can get wrong."""
+"""The feature on GPUs over NCCL: the loops of the other files, and loops whose errors only streams can cause."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_optimizers_in_low_precision(ranks):
 
 
 @pytest.mark.parametrize("kind", test_whole_parameters.KINDS)
-def test_optimizers_that_need_whole_parameters(ranks, kind):
+def test_optimizers_that_need_full_parameters(ranks, kind):
     loops = {"": {"kind": kind}, "states": {"kind": kind, "states": True}}
     for bucket_mb in (0.0, 64.0):
         options = test_whole_parameters.NAMED | {"gather_bucket_mb": bucket_mb}
@@ -74,13 +74,13 @@ def test_optimizers_that_need_whole_parameters(ranks, kind):
 
 
 @pytest.mark.parametrize("kind", test_whole_parameters.KINDS)
-def test_state_of_whole_parameters(ranks, kind):
+def test_state_of_full_parameters(ranks, kind):
     named = {"options": test_whole_parameters.NAMED, **NCCL}
     for reader in test_state.READERS:
-        one = ranks(2)(
+        result = ranks(2)(
             both, test_whole_parameters.instead, kind, test_state.one_rank, reader, 0, **named
         )[0]
-        compare(one["stock"], one["patched"]).assert_bitwise()
+        compare(result["stock"], result["patched"]).assert_bitwise()
     for loop in (test_whole_parameters_state.resumed, test_whole_parameters_state.changed_by_hand):
         args = (False,) if loop is test_whole_parameters_state.resumed else ()
         for result in ranks(2)(both, loop, kind, *args, **named):
@@ -92,7 +92,7 @@ def test_state_of_whole_parameters(ranks, kind):
     )
 
 
-@pytest.mark.parametrize("dtype", test_main_params.HALVES)
+@pytest.mark.parametrize("dtype", test_main_params.LOW_PRECISION_DTYPES)
 def test_main_params_in_fp32(ranks, dtype):
     kinds = named("kind", test_main_params.OPTIMIZERS, dtype=dtype)
     named_options = {"options": test_main_params.IN_FP32, **NCCL}
@@ -103,14 +103,14 @@ def test_main_params_in_fp32(ranks, dtype):
     for expected, ours in ranks(2)(test_main_params.both_in_fp32, 4, **NCCL):
         compare(expected[4:], ours[4:]).assert_bitwise()
     for kind in ("momentum", "adamw, fused"):
-        for whole, piece in ranks(2)(
+        for uninterrupted, continued in ranks(2)(
             test_main_params.resumed, kind, [test_main_params.STEPS, 4], True, **NCCL
         ):
-            compare(whole, piece).assert_bitwise()
+            compare(uninterrupted, continued).assert_bitwise()
 
 
 def test_capturable(ranks):
-    """It may step inside a CUDA graph."""
+    """Check that such an optimizer falls back, because a script may capture its step into a CUDA graph."""
     kinds = {
         "adamw": {"cls": torch.optim.AdamW, "foreach": True},
         "adamw, fused": {"cls": torch.optim.AdamW, "fused": True},
@@ -198,14 +198,14 @@ def test_failures(ranks):
 
 @pytest.mark.parametrize("copy_engines", ["off", "on"])
 def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, copy_engines):
-    (text, _, steps), (other, took, _) = ranks(2)(test_gate.local_on, [0], copy_engines, **NCCL)
+    (text, _, steps), (peer_text, took, _) = ranks(2)(test_gate.local_on, [0], copy_engines, **NCCL)
     assert "Do the same on every rank, or turn dist_optimizer off" in text
     assert steps == 3
-    assert "with gradients that DistributedDataParallel had not reduced" in other
+    assert "with gradients that DistributedDataParallel had not reduced" in peer_text
     assert took < 30
 
 
-def test_hosts_whose_gradients_are_all_local_go_on(ranks):
+def test_hosts_whose_gradients_are_all_local_continue(ranks):
     for text, _, steps in ranks(2)(test_gate.local_on, [0, 1], **NCCL):
         assert text == ""
         assert steps == 3
@@ -219,8 +219,11 @@ def test_the_reader_of_a_state_dict_alone_fetches(ranks, reader):
     assert results[1]["counters"]["bytes_pulled"] == 0
 
 
-def read_behind(mib: int) -> tuple[int, int]:
-    """Rank 0 reads the state between steps, late; rank 1 goes on, and copies pageable memory behind its collectives."""
+def read_late(mib: int) -> tuple[int, int]:
+    """Read the state between steps, late, on rank 0 while rank 1 continues and copies pageable memory.
+
+    The streams of rank 1 run these copies after its collectives.
+    """
     rank = dist.get_rank()
     raw = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to(device())
     model = ddp(raw, bucket_cap_mb=5)
@@ -231,34 +234,36 @@ def read_behind(mib: int) -> tuple[int, int]:
         for _ in range(2):
             opt.zero_grad()
             model(batch.to(device())).square().mean().backward()
-            copied = batch.to(device())  # behind the reductions
+            copied = batch.to(device())  # after the reductions
             opt.step()
             with torch.no_grad():
-                copied += raw(batch.to(device())).mean()  # behind the all-gathers
+                copied += raw(batch.to(device())).mean()  # after the all-gathers
         if rank == 0:
             time.sleep(0.05 * step)
-            seen += sum(one["exp_avg"].cpu().numel() for one in opt.state_dict()["state"].values())
+            states = opt.state_dict()["state"].values()
+            seen += sum(state["exp_avg"].cpu().numel() for state in states)
     return seen, COUNTERS.state_reads
 
 
-def read_behind_patched(mib: int) -> tuple[int, int]:
+def read_late_patched(mib: int) -> tuple[int, int]:
     with ovpatch.applied("ddp", "dist_optimizer"):
-        return read_behind(mib)
+        return read_late(mib)
 
 
-def test_a_rank_that_reads_late_is_answered_by_ranks_that_copy(ranks):
-    """Within far less than the process group's time-out; without host barriers it is not."""
+def test_a_rank_that_reads_late_gets_replies_from_ranks_that_copy(ranks):
+    """Check that replies come in far less than the timeout of the group. Without host barriers they do not come."""
     begin = time.monotonic()
-    (seen, reads), _ = ranks(2)(read_behind_patched, 16, **NCCL)
+    (seen, reads), _ = ranks(2)(read_late_patched, 16, **NCCL)
     assert seen == 8 * 4 * (1024 * 1024 + 1024)
     assert reads > 0
     assert time.monotonic() - begin < 60
 
 
 class Wide(nn.Module):
-    """Large enough that collectives run for as long as layers compute, in an order that is not that of the parameters.
+    """A model whose collectives run as long as its layers compute.
 
-    Layers' weights are used twice, and one by a function that is no module.
+    Layers run in another order than parameters are registered. One norm is used by all layers, and the first weight is
+    used twice, the second time by a function that is no module.
     """
 
     def __init__(self) -> None:
@@ -372,7 +377,7 @@ def test_clipped(ranks, gpus, overlap, granularity):
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("in_flight", [1.0, 1024.0])
 @pytest.mark.parametrize("copy_engines", ["off", "on"])
-def test_memory_is_not_given_back_before_it_was_read(ranks, hooks, in_flight, copy_engines):
+def test_memory_is_not_released_before_it_was_read(ranks, hooks, in_flight, copy_engines):
     options = {"grads_in_flight_mb": in_flight, "copy_engines": copy_engines}
     cases = {"": {"hooks": hooks, "wrap": ddp}}
     check_all(

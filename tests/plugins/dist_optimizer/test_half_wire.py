@@ -1,4 +1,4 @@
-"""Gradients of half precision that copies between ranks carry as they are, and that are averaged in fp32."""
+"""Gradients in bf16 and fp16 that copies between ranks send without a cast, and that ranks average in fp32."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ Sent = list[set[torch.dtype]]
 
 
 class Branched(nn.Module):
-    """Two ways through a model, of which a step may take one, and a factor that is too small to be cut."""
+    """Two branches, of which a step may use one, and a factor that is too small to shard."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.whole, self.other = net(dtype), nn.Linear(6, 9).to(device(), dtype)
+        self.main = net(dtype)
+        self.branch = nn.Linear(6, 9).to(device(), dtype)
         self.factor = nn.Parameter(torch.ones((), dtype=dtype, device=device()))
 
     def forward(self, x: Tensor, both: bool, fails: bool) -> Tensor:
-        out: Tensor = self.whole(x)
+        out: Tensor = self.main(x)
         if fails:
             out.register_hook(interrupt)
-        return (out + self.other(x) if both else out) * self.factor
+        return (out + self.branch(x) if both else out) * self.factor
 
 
 class Twice(Branched):
-    """One linear is reached twice by a backward, which reduces what comes before it."""
+    """A model with a linear that the backward reaches twice."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -76,20 +77,19 @@ def microbatches(style: str, number: int) -> int:
 
 
 def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
-    """Return the parameters after each step, and the main parameters in the end; note what dtypes steps have sent."""
+    """Return the parameters after each step, and the final state; append a set to ``sent`` for the dtypes of a step."""
     made = Twice if style == "reached twice" else Branched
-    # In many buckets, so that ranks meet while backward still computes.
+    # With many buckets, ranks communicate while the backward still computes.
     more = {"static_graph": True, "bucket_cap_mb": 1e-4} if made is Twice else {}
     model = ddp(made(dtype), find_unused_parameters=style == "unused", **more)
-    left = (
-        [model.module.factor] if style == "kept beside" else []
-    )  # in no optimizer: its gradient is never cleared
+    # Without an optimizer, the gradient of this parameter is never cleared.
+    left = [model.module.factor] if style == "one gradient kept" else []
     opt = torch.optim.AdamW(
-        [param for param in model.parameters() if not any(param is one for one in left)], 1e-2
+        [param for param in model.parameters() if not any(param is kept for kept in left)], 1e-2
     )
     records: list[Record] = []
     if style == "hooked":
-        model.module.other.weight.register_hook(lambda grad: grad * 2)
+        model.module.branch.weight.register_hook(lambda grad: grad * 2)
     for number in range(STEPS):
         sent.append(set())
         if style != "kept" or number != 6:
@@ -102,7 +102,7 @@ def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
                     interrupted and dist.get_rank() == 0,
                 )
                 out = model(data(number, 5, 6, micro=micro).to(dtype), both, fails)
-                # The rank that is interrupted says so, the other one hears of it.
+                # The interrupted rank raises its own error, and its peer raises the error that it receives.
                 with pytest.raises(RuntimeError) if interrupted else contextlib.nullcontext():
                     out.square().mean().backward()
         if interrupted:
@@ -114,12 +114,12 @@ def train(style: str, dtype: torch.dtype, sent: Sent) -> list[Record]:
 
 @contextlib.contextmanager
 def watched(sent: Sent) -> Iterator[None]:
-    """Note the dtypes of what is sent in the last of steps; hosts meet as those of GPUs do."""
+    """Add the dtypes that are sent to the last set of ``sent``; hosts use the host barrier, as on GPUs."""
     real = Engine.scatter
 
     def scatter(self: Engine, outputs: Any, inputs: Any, *, average: bool) -> Any:
         assert {output.dtype for output in outputs} == {torch.float32}
-        sent[-1].update(one.dtype for one in inputs)
+        sent[-1].update(tensor.dtype for tensor in inputs)
         return real(self, outputs, inputs, average=average)
 
     with (
@@ -132,7 +132,7 @@ def watched(sent: Sent) -> Iterator[None]:
 def arms(
     style: str, dtype: torch.dtype, ddp_options: dict[str, Any]
 ) -> dict[str, tuple[list[Record], Sent]]:
-    """Train twice: with gradients that are cast before they are sent, and with such as are sent as they are."""
+    """Train twice: cast gradients before they are sent, then send them without a cast."""
     options = {"ddp": ddp_options, "dist_optimizer": SMALL | IN_FP32 | BY_COPIES}
     found = {}
     for name in ("cast", "as they are"):
@@ -154,7 +154,7 @@ def arms(
 def check(
     results: list[dict[str, tuple[list[Record], Sent]]], dtype: torch.dtype, cast: set[int]
 ) -> None:
-    """Demand the bits of gradients that are cast, and that only steps ``cast`` have cast them."""
+    """Demand the bits of the run with casts, and that otherwise only the steps in ``cast`` have cast gradients."""
     wide = {torch.float32}
     for result in results:
         expected, sent_cast = result["cast"]
@@ -184,7 +184,7 @@ STYLES = {
     "hooked": EVERY,
     "interrupted": set(),
     "kept": {6},
-    "kept beside": set(),
+    "one gradient kept": set(),
     "reached twice": EVERY,
     "unused": set(),
     "zeroed": EVERY,
@@ -192,7 +192,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_what_is_cast(ranks, style):
+def test_styles_in_which_gradients_are_cast(ranks, style):
     check(ranks(2)(arms, style, torch.bfloat16, BOTH_IN_FP32), torch.bfloat16, STYLES[style])
 
 

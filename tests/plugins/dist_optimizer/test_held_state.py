@@ -1,4 +1,4 @@
-"""Tensors of an optimizer's state that a script holds over steps: the objects stay live, views of them do not."""
+"""Tensors of optimizer state that a script keeps over steps: the objects stay live, but views of them do not."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _first(state: dict[Any, Any]) -> Tensor:
     return next(value for value in state.values() if isinstance(value, Tensor) and value.ndim)
 
 
-#: How a script holds state, and how it reaches the content later: by ways that stay live.
+# How a script holds state and later reaches the content. Both ways stay live.
 HOLDERS: dict[str, Callable[[dict[Any, Any]], Callable[[], Tensor]]] = {
     "object": lambda state: (lambda held: lambda: held)(_first(state)),
     "dict": lambda state: lambda: _first(state),
 }
 
-#: Other tensors and arrays over the memory of a tensor.
+# Other tensors and arrays over the memory of a tensor.
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda tensor: tensor.view(-1)[1:],
     "detached": lambda tensor: tensor.detach(),
@@ -60,7 +60,7 @@ def apply_all() -> AbstractContextManager[Any]:
 
 
 def held(kind: str, how: str, when: str, write: bool) -> list[Record]:
-    """Hold tensors of the state from the first step on; read them each step, or change them too, one rank late."""
+    """Hold tensors of the state from the first step on; read or change them in each step, on one rank late."""
     model, opts = build(kind)
     holders: list[Callable[[], Tensor]] = []
     records: list[Record] = []
@@ -93,33 +93,34 @@ def check_held(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world):
+def test_state_that_is_held_over_steps_equals_that_of_stock_pytorch(ranks, world):
     cases = dict[str, Any]()
     for kind in ("adamw", *KINDS):
         wanted = list(
             table(kind=[kind], how=HOLDERS, when=["after", "before"], write=[True, False]).items()
         )
-        if (
-            kind == "adamw" and world == 2
-        ):  # half of them: each holder at both times, and in both ways
+        if kind == "adamw" and world == 2:
+            # These are half of the cases: each holder at both times, and reading as well as writing.
             cases |= {
                 name: case
                 for i, (name, case) in enumerate(wanted)
                 if (i + i // 2 + i // 4) % 2 == 0
             }
-        elif kind in ("adamw", "lamb") or ALL_CASES:  # every third: both holders, times and ways
+        elif kind in ("adamw", "lamb") or ALL_CASES:
+            # Every third case still has both holders and both times, and reads as well as writes.
             cases |= wanted[::3]
-        elif world == 2:  # updated as lamb is
+        elif world == 2:
+            # The remaining kinds update like lamb.
             cases |= wanted[::7]
     results = ranks(world)(all_both, held, cases, apply=apply_all, timeout=120)
     check_all(results, check=check_held)
 
 
 def viewed(kind: str, how: str) -> dict[str, Any]:
-    """Hold views of the state over steps, and return what they show beside what the state shows."""
+    """Hold views of the state over steps; return the contents of the views and of the state."""
     model, opts = build(kind)
     step(model, opts, 0)
-    # A parameter of fewer elements has no shard on each rank, so its state stays stock's.
+    # A smaller parameter does not have a shard on each rank, so torch keeps its state.
     states = [state for opt in opts for state in opt.state.values() if _first(state).numel() >= 4]
     tensors = [_first(state) for state in states]
     old = [tensor.clone() for tensor in tensors]
@@ -140,12 +141,13 @@ def viewed(kind: str, how: str) -> dict[str, Any]:
 
 
 def plain(view: Any, like: Tensor) -> Tensor | None:
-    """Return what a view shows, padded at its begin to the shape of the tensor that it was made of."""
+    """Return the content of a view, padded at the start to the shape of its tensor ``like``; None if torch raises."""
     if isinstance(view, Tensor) and view.requires_grad:
         try:
             view.sum().backward()
         except RuntimeError:
-            return None  # stock has updated what the graph keeps
+            # The step of stock PyTorch has updated a tensor that the graph saved.
+            return None
         return view.grad_fn.next_functions[1][0].variable.grad
     if not isinstance(view, Tensor):
         view = torch.from_numpy(view) if isinstance(view, np.ndarray) else torch.from_dlpack(view)
@@ -154,18 +156,18 @@ def plain(view: Any, like: Tensor) -> Tensor | None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lamb"])
-def test_views_of_state_keep_the_values_that_they_had(ranks, kind):
+def test_views_of_state_keep_their_old_values(ranks, kind):
     results = ranks(2)(all_both, viewed, table(kind=[kind], how=VIEWS), apply=apply_all)
     for cases in results:
         for name, case in cases.items():
             stock, patched = case["stock"], case["patched"]
             compare(stock["params"], patched["params"]).assert_bitwise()
             compare(stock["state"], patched["state"]).assert_bitwise()
-            # A view of stock's shows the state; it would show memory that was freed here if its tensor did not keep it.
+            # In stock PyTorch a view shows the new state. Here it shows the old state, whose memory its tensor keeps.
             compare(
                 {f"{name}: views": patched["old"]}, {f"{name}: views": patched["views"]}
             ).assert_bitwise()
-            # torch keeps no reference from these to the tensor object, so it may get other memory.
+            # torch keeps no reference from these views to the tensor object, so the object may get other memory.
             assert set(patched["live"]) == {
                 name.rpartition("how ")[2] in ("detached", "data", "numpy")
             }, name
@@ -174,7 +176,7 @@ def test_views_of_state_keep_the_values_that_they_had(ranks, kind):
 
 
 def none_in_state(kind: str) -> list[Record]:
-    """Write an entry without a value into each state."""
+    """Add a key with the value None to each state."""
     model, opts = build(kind)
     for number in range(4):
         step(model, opts, number)
@@ -192,7 +194,7 @@ def test_none_in_a_state_stays_none(ranks, kind):
 
 
 def still_held() -> list[Any]:
-    """What was replaced keeps its content over a load; after a step without a read in between, an error says so."""
+    """Return tensors of a state that a load replaced, and the error for tensors that a step made unreadable."""
     model, (opt,) = build("adamw")
     step(model, [opt], 0)
     old = copy.deepcopy(opt.state_dict())
@@ -210,14 +212,14 @@ def still_held() -> list[Any]:
     return [{"loaded": found[0]}, {"cleared": found[1]}]
 
 
-def test_state_that_was_replaced_keeps_its_content_or_says_that_it_has_not(ranks):
+def test_state_that_was_replaced_keeps_its_content_or_raises(ranks):
     for result in ranks(2)(both, still_held, options=ALL):
         compare([result["stock"][0]], [result["patched"][0]]).assert_bitwise()
         assert "Read or copy it before the step" in result["patched"][1]["cleared"]
 
 
 def same_objects(kind: str) -> list[bool]:
-    """Whether tensors of the state are the same objects from the first step on, read or unread, loaded or not."""
+    """Return whether tensors of the state stay the same objects over steps with and without loads and reads."""
     model, opts = build(kind)
     step(model, opts, 0)
     opts[0].load_state_dict(copy.deepcopy(opts[0].state_dict()))
@@ -226,7 +228,7 @@ def same_objects(kind: str) -> list[bool]:
     for number in range(1, 4):
         step(model, opts, number)
         now = [_first(state) for state in opts[0].state.values()]
-        same += [one is other for one, other in zip(first, now, strict=True)]
+        same += [old is new for old, new in zip(first, now, strict=True)]
         if number == 2:
             [tensor.sum() for tensor in now]
     return same
@@ -249,7 +251,8 @@ def after_the_end() -> tuple[str, float]:
         model = DistributedDataParallel(net(), process_group=group)
         opt = torch.optim.AdamW(model.parameters(), 0.01)
         step(model, [opt], 0)
-        copy.deepcopy(opt.state_dict())  # so the peers' addresses are known
+        # The first read looks up the addresses of the peers.
+        copy.deepcopy(opt.state_dict())
         dist.destroy_process_group(group)
         dist.barrier()
         begin = time.monotonic()
@@ -267,7 +270,7 @@ def test_a_state_that_is_read_after_its_group_was_destroyed_is_an_error_at_once(
 
 
 def kept_for_peers() -> tuple[int, int]:
-    """Return how many shards are kept once the feature is off, and how many when the group has gone."""
+    """Return the number of shards that are kept once the feature is off, and the number once the group is destroyed."""
     group = dist.new_group([0, 1])
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
         model = DistributedDataParallel(net(), process_group=group)
@@ -275,15 +278,14 @@ def kept_for_peers() -> tuple[int, int]:
         step(model, [opt], 0)
         del opt
         gc.collect()
-        ended = wrap_destroy(
-            dist.destroy_process_group
-        )  # one that was called before the feature was turned off
+        # A script may have called this function before the feature was turned off.
+        ended = wrap_destroy(dist.destroy_process_group)
     found = [sum(len(kept.retained) for _, kept in group_values(retention.Retention, group))]
     ended(group)
     return found[0], sum(len(kept.retained) for _, kept in group_values(retention.Retention))
 
 
-def test_shards_that_peers_may_read_go_with_their_group(ranks):
+def test_shards_that_peers_may_read_are_freed_with_their_group(ranks):
     for kept, left in ranks(2)(kept_for_peers):
         assert kept > 0
         assert left == 0

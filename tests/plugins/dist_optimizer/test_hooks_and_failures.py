@@ -1,4 +1,4 @@
-"""Hooks of the user never see a slice, exceptions do not leave one, and what was not reduced stays local."""
+"""Hooks of the user see full tensors, exceptions leave full tensors, and gradients that were not reduced stay local."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tests.support.errors import error_of
 
 
 def sight(opt: Optimizer) -> list[Any]:
-    """Return shapes and sums of all that a hook can see."""
-    ones = [p for group in opt.param_groups for p in group["params"]]
-    shapes = [(p.shape, None if p.grad is None else p.grad.shape) for p in ones]
-    assert all(grad is None or whole == grad for whole, grad in shapes)
+    """Return the shapes of all tensors that a hook can read."""
+    parameters = [p for group in opt.param_groups for p in group["params"]]
+    shapes = [(p.shape, None if p.grad is None else p.grad.shape) for p in parameters]
+    assert all(grad is None or shape == grad for shape, grad in shapes)
     states = [
         {n: tuple(v.shape) for n, v in opt.state[p].items() if torch.is_tensor(v)}
-        for p in ones
+        for p in parameters
         if p in opt.state
     ]
-    return [[tuple(whole) for whole, _ in shapes], states]
+    return [[tuple(shape) for shape, _ in shapes], states]
 
 
 def hooked(look: bool) -> list[Record]:
@@ -64,7 +64,7 @@ def hooked(look: bool) -> list[Record]:
     opt.register_state_dict_pre_hook(lambda o: seen.append(sight(o)))
     opt.register_state_dict_post_hook(
         lambda o, s: seen.append(
-            [[tuple(v.shape) for v in one.values()] for one in s["state"].values()]
+            [[tuple(v.shape) for v in state.values()] for state in s["state"].values()]
         )
     )
     records = []
@@ -78,7 +78,7 @@ def hooked(look: bool) -> list[Record]:
     return [*records, {"seen": seen}]
 
 
-def test_hooks_see_whole_tensors(ranks):
+def test_hooks_see_full_tensors(ranks):
     check_all(ranks(2)(all_cases, hooked, {"look": {"look": True}}), by_parts=False)
     check_all(ranks(2)(all_cases, hooked, {"glance": {"look": False}}))
 
@@ -118,12 +118,12 @@ def raising(where: str) -> list[Record]:
 
 
 @pytest.mark.parametrize("where", ["pre-hook", "post-hook", "step", "closure"])
-def test_after_a_step_that_raises_everything_is_whole(ranks, where):
+def test_after_a_step_that_raises_all_tensors_are_full(ranks, where):
     check_all(ranks(2)(all_cases, raising, {where: {"where": where}}))
 
 
 def interrupted() -> list[Record]:
-    """A step ends by Ctrl-C when it has updated. No gradient depends on parameters, of which other shards are late."""
+    """Interrupt a step with Ctrl-C after its update. No gradient depends on parameters whose other shards are late."""
     model = ddp(torch.nn.Linear(6, 3).to(device()))
     opt = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     update = torch._foreach_add_
@@ -153,7 +153,7 @@ def test_a_step_that_is_interrupted_keeps_its_update(ranks):
 
 
 def mined(model: torch.nn.Module) -> list[bool]:
-    """Have the backward fail for as long as the list that is returned says so."""
+    """Make the backward fail while the returned list contains True."""
     bad = [False]
 
     def bomb(_grad: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ def failing_backward(steps: list[tuple[int, bool]]) -> list[Record]:
 
 
 def failing_arms() -> dict[str, Any]:
-    """Stock cannot go on after a failed backward, so its arm leaves those steps out."""
+    """Run both arms. Stock PyTorch cannot continue after a failed backward, so its arm leaves those steps out."""
     good = [(seed, False) for seed in range(9)]
     torch.manual_seed(0)
     stock = failing_backward(good)
@@ -193,12 +193,12 @@ def failing_arms() -> dict[str, Any]:
     return {"": {"stock": stock, **found}}
 
 
-def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(ranks):
+def test_training_continues_after_a_backward_that_failed_on_all_ranks(ranks):
     check_all(ranks(2)(failing_arms), steps=9)
 
 
 def failing_alone() -> tuple[str, int]:
-    """Rank 1 loses the backward of its fifth step; the gradients of which the other one has parts lack its share."""
+    """Let the backward of step 4 fail on rank 1, so the shards of rank 0 lack its contribution; return the errors."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model = ddp(net())
         opt = OPTIMIZERS["adamw"](model.parameters())
@@ -215,15 +215,16 @@ def failing_alone() -> tuple[str, int]:
                 break
             opt.step()
         if dist.get_rank() == 1:
-            model(data(9, 5, 6))  # completes what its peer waits for
+            # A new forward completes the collectives that the peer waits for.
+            model(data(9, 5, 6))
         dist.barrier()
         return text, step
 
 
-def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks):
-    (heard, step), (own, _) = ranks(2)(failing_alone)
+def test_a_rank_whose_peer_lost_a_backward_raises(ranks):
+    (received, step), (own, _) = ranks(2)(failing_alone)
     assert own == "not really"
-    assert "ended the backward of step 4 on another rank" in heard, heard
+    assert "ended the backward of step 4 on another rank" in received, received
     assert step == 4
 
 
@@ -250,7 +251,7 @@ def local_steps(style: str) -> list[Record]:
 
 
 @pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
-def test_steps_on_local_gradients_are_stocks(ranks, style):
+def test_steps_on_local_gradients_fall_back(ranks, style):
     steps = 0 if style in ("all", "ends") else 1
     check_all(
         ranks(2)(all_cases, local_steps, {style: {"style": style}}),
@@ -260,11 +261,15 @@ def test_steps_on_local_gradients_are_stocks(ranks, style):
     )
 
 
-def local_before_another(beside: bool) -> list[Record]:
-    """An optimizer steps on local gradients once; another one over the same parameters leaves ranks as they are."""
+def local_before_another(is_second_from_start: bool) -> list[Record]:
+    """Step once on local gradients, then step a second optimizer over the same parameters, which ranks disagree on."""
     model = ddp(net())
-    opts = [OPTIMIZERS[kind](model.parameters()) for kind in ("adamw", "sgd")] if beside else []
-    opt = opts[0] if beside else OPTIMIZERS["adamw"](model.parameters())
+    opts = (
+        [OPTIMIZERS[kind](model.parameters()) for kind in ("adamw", "sgd")]
+        if is_second_from_start
+        else []
+    )
+    opt = opts[0] if is_second_from_start else OPTIMIZERS["adamw"](model.parameters())
     records = []
     for step in range(9):
         with model.no_sync() if step == 3 else contextlib.nullcontext():
@@ -274,27 +279,28 @@ def local_before_another(beside: bool) -> list[Record]:
         if step >= 3:
             opt = (
                 opts[step % 2]
-                if beside
+                if is_second_from_start
                 else OPTIMIZERS["sgd"](model.parameters())
                 if step == 3
                 else opt
             )
-        elif beside:
+        elif is_second_from_start:
             opts[1].step()
         records.append(params(model))
     return records
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_after_a_step_on_local_gradients_all_optimizers_are_stock(ranks, beside):
-    results = ranks(2)(all_cases, local_before_another, {"": {"beside": beside}})
+@pytest.mark.parametrize("is_second_from_start", [False, True])
+def test_after_a_step_on_local_gradients_all_optimizers_fall_back(ranks, is_second_from_start):
+    cases = {"": {"is_second_from_start": is_second_from_start}}
+    results = ranks(2)(all_cases, local_before_another, cases)
     check_all(results, steps=3, stock=2, by_parts=None)
     first, second = (next(iter(result[""]["patched"][-1].values())) for result in results)
     assert not torch.equal(first, second), "each has stepped by its own data"
 
 
 class Partial(nn.Module):
-    """Leaves a layer out from a forward on, which DistributedDataParallel does not expect."""
+    """A model that leaves a layer out after four forwards, which DistributedDataParallel does not expect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,15 +323,16 @@ def unfinished() -> list[Any]:
     return [*records, error_of(model, data(5, 5, 6)).partition("\n")[0]]
 
 
-def test_a_step_after_a_backward_that_was_not_reduced_is_stocks(ranks):
+def test_a_step_after_a_backward_that_was_not_reduced_falls_back(ranks):
     check_all(ranks(2)(all_cases, unfinished, {"": {}}), steps=4, stock=1, by_parts=None)
 
 
-TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # gloo has several ways to say it
+# gloo has several messages for a timeout.
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
 def stopping(before: str) -> tuple[str, float]:
-    """Rank 1 stops in its fifth step, before its backward or before its step; return what the other one gets."""
+    """Stop rank 1 in step 4, before its backward or before its step; return the error of rank 0, and its wait in s."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         group = dist.new_group(timeout=timedelta(seconds=3))
         model = DistributedDataParallel(net(), process_group=group)
@@ -349,12 +356,13 @@ def stopping(before: str) -> tuple[str, float]:
         if dist.get_rank() == 1:
             time.sleep(4)
         dist.barrier()
-        del model, opt  # they are not in step, so nobody can make their state whole
+        # The ranks have taken different numbers of steps, so no rank can gather the state.
+        del model, opt
     return text, waited
 
 
 @pytest.mark.parametrize("before", ["backward", "step"])
-def test_the_others_raise_when_a_rank_stops(ranks, before):
+def test_peers_raise_when_a_rank_stops(ranks, before):
     (text, waited), (nothing, _) = ranks(2)(stopping, before)
     assert TIMED_OUT.search(text), text
     assert 2 < waited < 40
@@ -362,8 +370,11 @@ def test_the_others_raise_when_a_rank_stops(ranks, before):
 
 
 def lost() -> tuple[list[str], bool, bool]:
-    """Parameters of rank 0 never arrive; return what it is told when it reads, and whether that ends with the model."""
-    said = []
+    """Let the gather of rank 0 never complete; return its errors on reads, and whether the parameter stays pending.
+
+    The last value is whether the parameter is alive after the script has dropped the model.
+    """
+    errors = []
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model = DistributedDataParallel(
             net(), process_group=dist.new_group(timeout=timedelta(seconds=3))
@@ -380,31 +391,29 @@ def lost() -> tuple[list[str], bool, bool]:
                 sharded._find_step_params(opt)
                 assert not sharded._agree_on_step(opt)
         if dist.get_rank() == 0:
-            said = [error_of(model.module[0].weight.sum) for _ in range(2)]
+            errors = [error_of(model.module[0].weight.sum) for _ in range(2)]
         weight = weakref.ref(model.module[0].weight)
         while_it_lives = is_pending(model.module[0].weight)
         del model, opt
         dist.barrier()
     gc.collect()
-    return said, while_it_lives, weight() is not None
+    return errors, while_it_lives, weight() is not None
 
 
 def test_parameters_that_never_arrive_are_an_error_for_their_readers_only(ranks):
-    (said, while_it_lives, afterwards), _ = ranks(2)(lost)
-    assert len(said) == 2
-    assert all(TIMED_OUT.search(text) for text in said), said
+    (errors, while_it_lives, afterwards), _ = ranks(2)(lost)
+    assert len(errors) == 2
+    assert all(TIMED_OUT.search(text) for text in errors), errors
     assert while_it_lives
     assert not afterwards
 
 
 def dropped(ending: str) -> tuple[bool, bool, bool]:
-    """Drop model and optimizer right after a step; return whether parameters were pending, then, and are alive."""
+    """Drop model and optimizer right after a step; return whether a parameter was pending, then lived on, and lives."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        model, other = ddp(net()), ddp(net())
-        opt, others = (
-            OPTIMIZERS["adamw"](model.parameters()),
-            OPTIMIZERS["adamw"](other.parameters()),
-        )
+        model, second = ddp(net()), ddp(net())
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        second_opt = OPTIMIZERS["adamw"](second.parameters())
         for step in range(3):
             model(data(step, 5, 6)).square().mean().backward()
             opt.step()
@@ -417,19 +426,23 @@ def dropped(ending: str) -> tuple[bool, bool, bool]:
         gc.collect()
         at_once = weight() is not None
         if ending == "step":
-            other(data(0, 5, 6)).square().mean().backward()
-            others.step()
+            second(data(0, 5, 6)).square().mean().backward()
+            second_opt.step()
         elif ending == "destroy":
-            dist.destroy_process_group(dist.new_group())
+            group = dist.new_group()
+            # A rank that destroys the group early would close the connection that its peer still sets up.
+            dist.barrier(group)
+            dist.destroy_process_group(group)
         gc.collect()
         return was_pending, at_once, weight() is not None
 
 
 @pytest.mark.parametrize("ending", ["step", "destroy", "none, as all have been read"])
-def test_parameters_whose_optimizer_is_gone_are_freed_once_they_have_arrived(ranks, ending):
+def test_parameters_of_a_freed_optimizer_are_freed_once_they_have_arrived(ranks, ending):
     for was_pending, at_once, afterwards in ranks(2)(dropped, ending):
         assert was_pending
-        assert at_once is not ending.startswith("none")  # or this would test nothing
+        # Otherwise the case would test nothing.
+        assert at_once is not ending.startswith("none")
         assert not afterwards
 
 
@@ -437,7 +450,10 @@ SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
 
 
 def differently() -> str:
-    """Options that decide what ranks communicate differ; the wrap says so, where a step would hang."""
+    """Wrap a model with options that decide the communication and differ between ranks; return the error.
+
+    Without this error a step would hang.
+    """
     options = {"dist_optimizer": SMALL | {"element_wise": SIGNED if dist.get_rank() else ""}}
     with (
         ovpatch.applied("ddp", "dist_optimizer", options=options),
@@ -453,7 +469,7 @@ def test_options_that_differ_between_ranks_are_named(ranks):
 
 
 def scaled_in_backward() -> list[Record]:
-    """A hook in the middle of each backward scales the gradients that have come before it."""
+    """Scale the gradients that have been computed so far, in a hook in the middle of each backward."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
 
@@ -470,5 +486,5 @@ def scaled_in_backward() -> list[Record]:
     return records
 
 
-def test_a_hook_that_changes_other_gradients_in_backward_has_stocks_effect(ranks):
+def test_a_hook_that_changes_other_gradients_in_backward_acts_as_in_stock_pytorch(ranks):
     check_all(ranks(2)(all_cases, scaled_in_backward, {"scaled": {}}), steps=5)

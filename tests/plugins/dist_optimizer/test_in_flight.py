@@ -1,4 +1,4 @@
-"""Gradients that are given up while backward computes: the same values, less memory, and an error for who reads one."""
+"""Full gradients that are freed while the backward computes: same values, less memory, and an error for a reader."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_styles_under_options_of_ddp(ranks, wrap):
 
 
 def loop(kind: str) -> list[Record]:
-    """Train with what hooks, halves, clipping, static graphs and recomputation do to a backward."""
+    """Train with a hook, bf16, clipping, a static graph or recomputation, each of which changes the backward."""
     half = kind == "half"
     raw = net().to(torch.bfloat16) if half else net()
     model = ddp(raw, static_graph=kind == "static", **SMALL_BUCKETS)
@@ -97,14 +97,14 @@ def test_kinds_of_loops(ranks, kind):
     reduced = {"ddp": {"grad_reduce_in_fp32": True}} if kind == "half" else {}
     for window in (AT_ONCE, ONE_BUCKET):
         results = ranks(2)(arms, kind, window, reduced)
-        for one in results:
-            compared = compare(one["stock"], one["patched"])
+        for result in results:
+            compared = compare(result["stock"], result["patched"])
             (compared.assert_equal if kind == "clip" else compared.assert_bitwise)()
-            assert one["by parts"] > 0
+            assert result["by parts"] > 0
 
 
 def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Run with all gradients kept and with a window; where the reductions' dtype is stock's, also against stock."""
+    """Run with a window, and stock, or with all gradients kept if ``more`` changes the dtype of the sums."""
     if not more:
         found = both(loop, kind, options=window)
         return {
@@ -118,12 +118,12 @@ def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, A
             "ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options, **more}
         ):
             found.append(counted(loop, kind))
-    stock, patched = (one["patched"] for one in found)
+    stock, patched = (result["patched"] for result in found)
     return {"stock": stock, "patched": patched, "by parts": found[1]["counters"]["grads_sharded"]}
 
 
 class Look(torch.autograd.Function):
-    """Calls a function while backward computes."""
+    """An identity that calls a function while the backward computes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, look: Any) -> torch.Tensor:
@@ -137,20 +137,20 @@ class Look(torch.autograd.Function):
 
 
 class Watched(nn.Module):
-    """Linears in a row; ``look`` is called in backward when the gradients of all but the first are there."""
+    """A chain of linears. The backward calls ``look`` once it has computed the gradients of all but the first."""
 
     def __init__(self, look: Any) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first, self.look = nn.Linear(20, 20), look
-        self.others = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(6)))
+        self.rest = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(6)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.others(Look.apply(self.first(x), self.look))
+        return self.rest(Look.apply(self.first(x), self.look))
 
 
 def memory(window: float) -> list[int]:
-    """Return the bytes of gradients that are there shortly before each backward ends."""
+    """Return the bytes of full gradients shortly before each backward ends."""
     found = []
 
     def look() -> None:
@@ -172,48 +172,53 @@ def memory(window: float) -> list[int]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_memory(ranks, world):
-    each = 20 * 20 * 4
-    for window, expected in ((0.0, 6 * each), (2.5 * each / 2**20, 2 * each), (1 / 2**20, each)):
+    grad_bytes = 20 * 20 * 4
+    for window, expected in (
+        (0.0, 6 * grad_bytes),
+        (2.5 * grad_bytes / 2**20, 2 * grad_bytes),
+        (1 / 2**20, grad_bytes),
+    ):
         for found in ranks(world)(memory, window):
-            assert found[0] == 6 * each  # nobody has asked for parts
+            # No optimizer has requested shards before the first step.
+            assert found[0] == 6 * grad_bytes
             assert found[-1] == expected
 
 
 def failing(reads: bool) -> tuple[list[str], list[str], Any]:
-    """Read a gradient in the middle of two backwards, or fail there; go on as if these steps had not been.
+    """Read a gradient in the middle of two backwards, or fail there; continue without these steps.
 
     Returns:
-        What these backwards raised, what gradients say that the script held meanwhile, and the parameters in the end.
+        The errors of these backwards, the errors of gradients that the script kept, and the final parameters.
     """
     raised: list[str] = []
-    of_held: list[str] = []
+    held_errors: list[str] = []
     fails = [False]
 
     def look() -> None:
         if fails[0] and not reads:
             raise ValueError("not really")
         if fails[0]:
-            model.module.others[3].weight.grad.norm()
+            model.module.rest[3].weight.grad.norm()
 
     with apply(AT_ONCE):
         model = ddp(Watched(look), bucket_cap_mb=1e-4)
         opt = OPTIMIZERS["adamw"](model.parameters())
         for step in range(9):
             opt.zero_grad(set_to_none=False)
-            held = model.module.others[3].weight.grad
+            held = model.module.rest[3].weight.grad
             fails[0] = step in (4, 5)
             try:
                 backward_of(model, step)
             except (RuntimeError, ValueError) as error:
                 raised.append(str(error))
-                assert not reads or all(p.grad is None for p in model.module.others.parameters())
-                of_held += [error_of(held.sum)] if held is not None else []
+                assert not reads or all(p.grad is None for p in model.module.rest.parameters())
+                held_errors += [error_of(held.sum)] if held is not None else []
                 continue
             opt.step()
         del held
         gc.collect()
         dist.barrier()
-        return raised, of_held, params(model)
+        return raised, held_errors, params(model)
 
 
 def backward_of(model: nn.Module, step: int) -> None:
@@ -231,27 +236,30 @@ def without_failed_steps(steps: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_who_reads_too_early_is_told_and_what_a_failed_backward_gave_up_is_no_gradient(
+def test_an_early_read_raises_and_a_gradient_freed_by_a_failed_backward_cannot_be_read(
     ranks, reads
 ):
     wanted = ranks(2)(without_failed_steps, (0, 1, 2, 3, 6, 7, 8))
-    for (raised, of_held, found), want in zip(ranks(2)(failing, reads), wanted, strict=True):
+    for (raised, held_errors, found), want in zip(ranks(2)(failing, reads), wanted, strict=True):
         assert len(raised) == 2, raised
         for text in raised if reads else ():
-            assert "parameter 'others.3.weight' was read, or added to" in text
+            assert "parameter 'rest.3.weight' was read, or added to" in text
             assert "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0" in text
-        assert of_held
-        for text in of_held:
-            assert "'others.3.weight' was reduced and freed by a backward that then failed" in text
+        assert held_errors
+        for text in held_errors:
+            assert "'rest.3.weight' was reduced and freed by a backward that then failed" in text
         compare(want, found).assert_bitwise()
 
 
 def used_by_turns(window: dict[str, Any]) -> list[Record]:
-    """Of two optimizers one steps, and has its gradients zeroed, every second time; the other's are whole by then."""
+    """Train two parts of a model by optimizers of which the second steps, without zeroing, after every second backward.
+
+    Each backward adds to its gradients, which must be full by then, except for one that the script has cleared.
+    """
     model = ddp(Watched(lambda: None), bucket_cap_mb=1e-4)
     body = OPTIMIZERS["adamw"](model.module.first.parameters())
-    head = OPTIMIZERS["sgd"](model.module.others.parameters())
-    early, late = model.module.others[0].weight, model.module.others[5].weight
+    head = OPTIMIZERS["sgd"](model.module.rest.parameters())
+    early, late = model.module.rest[0].weight, model.module.rest[5].weight
     records = []
     for step in range(8):
         body.zero_grad()
@@ -264,19 +272,19 @@ def used_by_turns(window: dict[str, Any]) -> list[Record]:
     return records
 
 
-def test_gradients_that_are_added_to_beside_some_that_are_new(ranks):
+def test_a_backward_that_adds_to_some_gradients_and_creates_others(ranks):
     for world, options in ((2, AT_ONCE), (2, {"grads_in_flight_mb": 0.004}), (3, AT_ONCE)):
         cases = {"": {"window": options}}
         check_all(ranks(world)(all_cases, used_by_turns, cases, options=options))
 
 
 def taken() -> list[Any]:
-    """While a backward computes, the script takes a gradient that was given up, and drops the parameter's."""
+    """Keep a gradient that was freed while the backward computes, and clear it on the parameter."""
     takes, held = [False], []
 
     def look() -> None:
         if takes[0]:
-            weight = model.module.others[3].weight
+            weight = model.module.rest[3].weight
             held.append(weight.grad)
             weight.grad = None
 
@@ -293,7 +301,7 @@ def taken() -> list[Any]:
         return [isinstance(held[0], LazyTensor), params(model)]
 
 
-def test_what_was_taken_while_it_had_been_given_up_is_not_another_steps(ranks):
+def test_a_freed_gradient_that_a_script_kept_never_shows_another_step(ranks):
     wanted = ranks(2)(without_failed_steps, tuple(range(8)))
     for (was_given_up, found), want in zip(ranks(2)(taken), wanted, strict=True):
         assert was_given_up
@@ -301,7 +309,7 @@ def test_what_was_taken_while_it_had_been_given_up_is_not_another_steps(ranks):
 
 
 def interrupted() -> list[Any]:
-    """The first rank is interrupted while it waits for a bucket to which the other one has yet to come."""
+    """Interrupt rank 0 while it waits for a bucket that rank 1 has not reached."""
     slow = [False]
 
     def look() -> None:
@@ -328,7 +336,7 @@ def interrupted() -> list[Any]:
         return [caught, params(model)]
 
 
-def test_who_is_interrupted_while_it_waits_goes_on_with_the_others(ranks):
+def test_a_rank_that_is_interrupted_while_it_waits_continues_with_its_peers(ranks):
     wanted = ranks(2)(without_failed_steps, (0, 1, 2, 3, 4, 6, 7))
     for rank, ((caught, found), want) in enumerate(zip(ranks(2)(alarmed), wanted, strict=True)):
         assert caught == (rank == 0)
@@ -347,7 +355,7 @@ def alarmed() -> list[Any]:
 
 
 def sparse() -> list[Record]:
-    """A sparse embedding beside dense weights; its gradient is never cut."""
+    """Train a sparse embedding and dense weights. The sparse gradient is never sharded."""
     torch.manual_seed(1)
     model = ddp(
         nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3)),

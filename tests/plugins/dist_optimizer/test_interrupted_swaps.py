@@ -40,9 +40,9 @@ def is_of_swap(frame: FrameType) -> bool:
 
 
 def interrupted_at(number: int, function: Callable[[], Any]) -> str:
-    """Call a function, and interrupt a swap in it. Return where, or "" if it has fewer places.
+    """Call a function, and interrupt a swap in it. Return the place, or "" if it has fewer places.
 
-    The places are those where Python handles a signal: at the begin of a function, and after a call of a C function.
+    Python handles a signal at these places: at the start of a function, and after a call of a C function.
     """
     count = 0
     place = ""
@@ -67,7 +67,7 @@ def interrupted_at(number: int, function: Callable[[], Any]) -> str:
 
 
 def interrupted_swaps(unscales: bool) -> dict[str, Any]:
-    """Interrupt all ranks at each place of a swap in turn, and return what the interrupts have left.
+    """Interrupt all ranks at each place of a swap in turn; return the shards and states that the interrupts left.
 
     Args:
         unscales: Whether a gradient scaler swaps shards in, and not the step.

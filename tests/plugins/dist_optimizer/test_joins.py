@@ -1,9 +1,8 @@
-"""``model.join()`` and ``Join([...])``, under which ranks step unevenly, and late hooks: optimizers go on as stock."""
+"""``model.join()`` and ``Join([...])``, in which ranks step unevenly, and late hooks: optimizers fall back to torch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +24,9 @@ from tests.plugins.dist_optimizer.checks import (
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_same_work import Zero
 
-WHOLE: Callable[..., Any] = lambda p: torch.optim.Adafactor(p, lr=0.01)  # noqa: E731 - as the others are written
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.01)
 
 
 def joined(
@@ -38,7 +39,7 @@ def joined(
     inside: str = "",
     **wrap: Any,
 ) -> list[Record]:
-    """Train evenly, then so many steps more on each rank than on the one below, then both again."""
+    """Train evenly, then in a join with ``uneven`` more steps on each rank than on the rank before, then both again."""
     raw = net()
     if inside == "buffers":
         raw = nn.Sequential(nn.BatchNorm1d(6), raw)
@@ -46,7 +47,7 @@ def joined(
         raw.unused = nn.Linear(6, 6)
         raw.forward = lambda x: nn.Sequential(*list(raw)[:-1])(x)
     model = ddp(raw, **wrap)
-    opt = (OPTIMIZERS | {"adafactor": WHOLE})[optimizer](model.parameters())
+    opt = (OPTIMIZERS | {"adafactor": adafactor})[optimizer](model.parameters())
     records: list[Record] = []
 
     def backward(step: int) -> None:
@@ -61,7 +62,7 @@ def joined(
             records.append({"param": params(model), "norm": norm})
 
     def unevenly(begin: int) -> None:
-        # The last step's parameters are still being gathered, and nobody has looked at its gradients.
+        # The parameters of the last step are still being gathered, and no rank has read its gradients.
         with Join([model]) if entered == "Join" else model.join():
             train(uneven * dist.get_rank(), begin)
         records.append({"joined": params(model)})
@@ -92,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True, "before": 4},
     "static": {"static_graph": True, "before": 2},
     "static, unused": {"static_graph": True, "inside": "unused"},
-    "whole parameters": {"optimizer": "adafactor", "before": 2},
+    "full parameters": {"optimizer": "adafactor", "before": 2},
 }
 
 
@@ -102,11 +103,15 @@ def test_join(ranks, world):
     results = ranks(world)(all_cases, joined, cases, timeout=120)
     for name, case in cases.items():
         before = case.get("before", 3)
-        ones = [result[name] for result in results]
+        by_rank = [result[name] for result in results]
         check(
-            ones, steps=before, by_parts=None, stock=1 if before else 0, bitwise="clip" not in case
+            by_rank,
+            steps=before,
+            by_parts=None,
+            stock=1 if before else 0,
+            bitwise="clip" not in case,
         )
-        assert all(one["counters"]["steps"] == before for one in ones), name
+        assert all(result["counters"]["steps"] == before for result in by_rank), name
 
 
 def joined_with_zero(before: int) -> list[Record]:
@@ -135,8 +140,8 @@ def test_join_of_model_and_zero_redundancy_optimizer(ranks):
         )
 
 
-def told_of_the_end(before: int) -> list[Record]:
-    """``throw_on_early_termination``: all ranks leave with an error when the first has no more inputs."""
+def ended_early(before: int) -> list[Record]:
+    """Train with ``throw_on_early_termination``, which raises on all ranks when the first has no more inputs."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     records: list[Record] = []
@@ -157,7 +162,7 @@ def told_of_the_end(before: int) -> list[Record]:
 
 def test_join_that_ends_with_the_first_rank(ranks):
     check_all(
-        ranks(2)(all_cases, told_of_the_end, {"2": {"before": 2}, "3": {"before": 3}}),
+        ranks(2)(all_cases, ended_early, {"2": {"before": 2}, "3": {"before": 3}}),
         steps=2,
         by_parts=None,
         stock=1,
@@ -165,14 +170,13 @@ def test_join_that_ends_with_the_first_rank(ranks):
 
 
 def hooked_late(reduce: bool) -> list[Record]:
-    """A communication hook that comes after some steps; one that does not reduce leaves gradients that differ."""
+    """Register a communication hook after some steps. A hook that does not reduce leaves different gradients."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     records: list[Record] = []
 
-    def hook(
-        group, bucket
-    ):  # annotated here it would be by texts, which torch takes for other classes
+    # Annotations in this module would be strings, which torch's check of hooks takes for wrong classes.
+    def hook(group, bucket):
         if reduce:
             work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
             return work.get_future().then(lambda future: future.value()[0])

@@ -1,4 +1,4 @@
-"""Whatever scripts make again and again takes no more memory than in stock PyTorch, and leaves no object of ours."""
+"""Objects that scripts make repeatedly take no more memory than in stock PyTorch, and leave no object of ovpatch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import ovpatch
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.checks import SMALL
 
-#: How often each loop runs, and after how many runs it must no longer grow.
+# The number of runs of each loop, and the number of runs after which it must no longer grow.
 TIMES, SETTLED = 20, 5
 
-#: Bytes of numbers here and there; a leak of one tensor in each run takes more.
+# Bytes that may differ, such as single numbers. A leak of one tensor in each run takes more.
 NOISE = 256
 
-#: How often bytes that another thread still holds are measured.
+# The number of measurements before bytes that another thread still holds count as a leak.
 _MAX_MEASUREMENTS = 20
 
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -37,7 +37,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 
 class Script:
-    """A model that is trained in stock PyTorch or patched; :attr:`LOOPS` do something to it again and again."""
+    """A model that is trained in stock PyTorch or patched. Each of :data:`LOOPS` does something to it repeatedly."""
 
     def __init__(self, features: tuple[str, ...]) -> None:
         self.features = features
@@ -58,7 +58,7 @@ class Script:
             self.loss(step).backward()
             self.opt.step()
 
-    # ---------------------------------------------------------------- loops
+    # --- loops ---
 
     def plain(self) -> None:
         self.train()
@@ -98,7 +98,7 @@ class Script:
         self.model.train()
 
     def fail(self) -> None:
-        """Fail in a backward on all ranks, and go on."""
+        """Fail in a backward on all ranks, and continue."""
         self.train()
         output = self.model(data(0, 5, 6))
         output.register_hook(lambda grad: 1 / 0)
@@ -202,28 +202,30 @@ def _measure_once() -> Measured:
                 counts[f"{cls.__module__}.{cls.__qualname__}"] += 1
             if issubclass(cls, torch.Tensor):
                 for tensor in (found, found.grad if found.is_leaf else None):
-                    with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no memory
+                    # Some tensors have no memory.
+                    with contextlib.suppress(RuntimeError, NotImplementedError):
                         storage = tensor.untyped_storage() if tensor is not None else None
                         sizes |= {} if storage is None else {storage.data_ptr(): storage.nbytes()}
     return sum(sizes.values()), counts
 
 
 def compare(before: Measured, after: Measured, *, runs: int) -> tuple[int, dict[str, int]]:
-    """Return by how many bytes and objects a loop has grown between two measurements."""
+    """Return the growth of a loop between two measurements, in bytes and in objects by class."""
     grown_by = {name: count - before[1][name] for name, count in after[1].items()}
-    # A few may come and go, as connections; what leaks does so in each run.
+    # A few objects, such as connections, may come and go. A leak happens in each run.
     return after[0] - before[0], {
         name: count for name, count in grown_by.items() if count > runs // 2
     }
 
 
 def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:
-    """Return by how many bytes and objects a loop grows once it has settled."""
+    """Return the growth of a loop once it has settled, in bytes and in objects by class."""
     with turned_on(features):
         script = Script(features)
         run: Callable[[], None] = getattr(script, loop)
         found = []
-        times = TIMES if loop != "compile_again" else SETTLED + 4  # each takes most of a second
+        # Each compilation takes most of a second.
+        times = TIMES if loop != "compile_again" else SETTLED + 4
         for number in range(times):
             run()
             dist.barrier()
@@ -236,7 +238,7 @@ def all_grown(features: str, loops: list[str]) -> dict[str, Any]:
     return {loop: grown(FEATURES[features], loop) for loop in loops}
 
 
-def test_what_is_made_again_and_again_takes_no_more_memory(ranks):
+def test_objects_that_are_made_repeatedly_take_no_more_memory(ranks):
     # Compiling takes seconds, and stock PyTorch keeps nothing of it.
     stock = ranks(2)(all_grown, "stock", LOOPS[:-1], timeout=200)
     failures = []

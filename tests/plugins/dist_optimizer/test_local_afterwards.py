@@ -1,4 +1,4 @@
-"""Training on, each rank by itself, when the wrapper is gone."""
+"""Local training on each rank after the wrapper was freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.rarely import ALL_CASES
 
 
 def deleted(set_to_none: bool, alone: bool, again: bool) -> list[Any]:
-    """Steps on all ranks, then steps of the module alone, on all or on one, and maybe another wrapper."""
+    """Step on all ranks, then step the module without its wrapper, on all ranks or one, and maybe wrap it again."""
     module = net()
     model: nn.Module | None = ddp(module)
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
@@ -40,23 +40,23 @@ def deleted(set_to_none: bool, alone: bool, again: bool) -> list[Any]:
 
 
 def check_near(results: list[dict[str, Any]], *steps: int) -> None:
-    """Demand stock's values but for the order of sums, and so many steps of the feature."""
+    """Demand the values of stock PyTorch except for the order of sums, and one of ``steps`` as the number of steps."""
     for result in results:
         torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
         assert result["counters"]["steps"] in steps
 
 
 @pytest.mark.parametrize(("set_to_none", "world"), [(True, 2), (False, 2), (True, 3)])
-def test_without_the_wrapper_ranks_go_on_by_themselves(ranks, world, set_to_none):
+def test_without_the_wrapper_each_rank_continues_alone(ranks, world, set_to_none):
     for alone, again in ((False, False), (True, False), (False, True)):
         results = ranks(world)(both, deleted, set_to_none, alone, again)
         check_near(results, 4)
         first, second = (result["patched"][5]["0.weight"] for result in results[:2])
-        assert not torch.equal(first, second), "each trains by its own data"
+        assert not torch.equal(first, second), "each rank trains with its own data"
 
 
 def local_on_one(who: int, when: int, how: str) -> list[Any]:
-    """One rank adds gradients of its own to those that were averaged; then all unscale, clip and step."""
+    """Add local gradients to the averaged gradients on one rank; then all ranks unscale, clip and step."""
     module = net()
     model = ddp(module)
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
@@ -90,13 +90,13 @@ HOWS = ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "a
 @pytest.mark.parametrize(
     ("how", "world"), [*((how, 2) for how in HOWS), ("no_sync, unscaled, clipped", 3)]
 )
-def test_one_rank_alone_may_add_gradients_of_its_own(ranks, world, how):
+def test_one_rank_alone_may_add_local_gradients(ranks, world, how):
     for who, when in ((0, 3), (1, 1)):
         check_near(ranks(world)(both, local_on_one, who, when, how), when)
 
 
 def alone_at_the_end() -> list[Any]:
-    """One rank goes on by itself, beside the wrapper; the others come to no step any more."""
+    """Train rank 1 alone without calling the wrapper, while its peers take no further step."""
     module = net()
     model = ddp(module)
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
@@ -110,12 +110,12 @@ def alone_at_the_end() -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_one_rank_alone_may_go_on_beside_the_wrapper(ranks, world):
+def test_one_rank_alone_may_continue_without_calling_the_wrapper(ranks, world):
     check_near(ranks(world)(both, alone_at_the_end), 3)
 
 
 def deleted_before_the_step(gone: list[int], local: list[int]) -> list[Any]:
-    """Some ranks drop the wrapper while its gradients are there, some add gradients of their own; then all step."""
+    """Drop the wrapper on ranks ``gone`` after a backward, add local gradients on ranks ``local``; then all step."""
     module = net()
     wrapper: nn.Module | None = ddp(module)
     forward = wrapper
@@ -146,13 +146,13 @@ def all_deleted_before_the_step() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_wrapper_may_go_while_its_gradients_are_there(ranks, world):
+def test_the_wrapper_may_be_freed_between_backward_and_step(ranks, world):
     for results in ranks(world)(all_deleted_before_the_step):
         check_near(results, 3, 4)
 
 
 def loaded_after_the_group() -> list[Any]:
-    """State that was saved before the process group ended is loaded after that, and each rank trains by itself."""
+    """Load state after the process group was destroyed that was saved before, and train each rank alone."""
     group = dist.new_group()
     module = net()
     model = ddp(module, process_group=group)
@@ -171,5 +171,5 @@ def loaded_after_the_group() -> list[Any]:
     return records
 
 
-def test_state_may_be_loaded_after_the_process_group(ranks):
+def test_state_may_be_loaded_after_the_process_group_was_destroyed(ranks):
     check_near(ranks(2)(both, loaded_after_the_group), 3)

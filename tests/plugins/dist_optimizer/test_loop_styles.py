@@ -1,4 +1,4 @@
-"""Loops in the ways people write them: when gradients are zeroed, accumulated, skipped; schedulers and groups."""
+"""Loops as people write them: with gradients zeroed at several places, accumulation, skipped steps and schedulers."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ for keep in (True, False):
             {"quiet": quiet, "set_to_none": keep},
         )
 
-#: Several buckets, of which some are reduced while others are to come.
+# Several buckets, so some are reduced while the backward still computes others.
 SMALL_BUCKETS = {"bucket_cap_mb": 2e-4}
 
 WRAPS: dict[str, dict[str, Any]] = {
@@ -190,7 +190,8 @@ def train(
     records = []
     for step in range(STEPS):
         iterate(model, opt, step, **kwargs)
-        if step % 3:  # in between, parameters are on their way under the next forward
+        # Without a read, parameters are still in flight in the next forward.
+        if step % 3:
             records.append(params(model))
     return records
 
@@ -198,8 +199,10 @@ def train(
 @pytest.mark.parametrize(("optimizer", "world"), [("adamw", 2), ("adamw", 3), ("sgd", 2)])
 def test_styles(ranks, world, optimizer):
     cases = {s: {"style": s, "optimizer": optimizer} for s in STYLES}
-    whole = (world, optimizer) == (2, "adamw")
-    check_all(ranks(world)(all_cases, train, cases if whole else some(cases, first=world % 2)))
+    has_all_styles = (world, optimizer) == (2, "adamw")
+    check_all(
+        ranks(world)(all_cases, train, cases if has_all_styles else some(cases, first=world % 2))
+    )
 
 
 @pytest.mark.parametrize(("wrap", "first"), [("views", 0), ("unused", 1)])
@@ -243,6 +246,5 @@ def scheduled(scheduler: str, first: bool, early: bool) -> list[Record]:
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedulers_in_any_order(ranks):
     cases = table(scheduler=SCHEDULERS, first=[False, True], early=[False, True])
-    check_all(
-        ranks(2)(all_cases, scheduled, some(cases))
-    )  # of each scheduler one order or two, of each order more
+    # Each scheduler comes in one or two orders, and each order with several schedulers.
+    check_all(ranks(2)(all_cases, scheduled, some(cases)))

@@ -1,4 +1,4 @@
-"""Training loops with the feature compute what they compute without."""
+"""Training loops with the feature compute the same as without it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_optimizers(ranks, world, optimizer, read):
         assert result["counters"]["steps"] == STEPS
         assert result["counters"]["params_updated"] == STEPS * 4
         by_parts, reads = result["counters"]["grads_sharded"], result["counters"]["grads_read"]
-        # gloo's threads may hold a gradient's memory for a moment, which then counts as read.
+        # The threads of gloo may hold the memory of a gradient for a moment, which then counts as a read.
         assert reads >= 2 * 4 and by_parts == 0 if read else by_parts > 0 and reads <= 2 * 4
 
 
 class Signed(torch.optim.SGD):
-    """Element-wise, with a step of its own around that of a class which torch has."""
+    """An element-wise optimizer with its own step, which calls the step of a class of torch."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -84,14 +84,14 @@ def signed() -> list[dict[str, Any]]:
         records.append(
             {
                 "param": {n: p.detach().clone() for n, p in model.named_parameters()},
-                "sum": {number: one["sum"].clone() for number, one in state.items()},
+                "sum": {number: values["sum"].clone() for number, values in state.items()},
             }
         )
     return records
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_class_that_the_user_names_is_cut_and_another_stays_stock(ranks, named):
+def test_an_optimizer_class_is_sharded_only_if_the_user_names_it(ranks, named):
     options = {"element_wise": f"{__name__}.Signed" if named else ""}
     for result in same_bits(ranks(2)(both, signed, options=options)):
         counters = result["counters"]

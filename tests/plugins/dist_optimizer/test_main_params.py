@@ -1,4 +1,4 @@
-"""Half-precision parameters that are updated in fp32: what a script with main parameters of its own would compute."""
+"""Parameters in bf16 or fp16 with updates in fp32: the same values as in a script that keeps main parameters itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
 
 IN_FP32 = {"main_params_in_fp32": True, "min_param_numel": 1000}
-HALVES = [torch.bfloat16, torch.float16]
+LOW_PRECISION_DTYPES = [torch.bfloat16, torch.float16]
 STEPS = 6
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -42,26 +42,27 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.9, centered=True),
     "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.1, fused=True),
 }
-GPU_ONLY = ("adamw, fused",)  # on the CPU its rounding depends on where an element lies
+# On the CPU, the rounding of this kind depends on the position of an element.
+GPU_ONLY = ("adamw, fused",)
 
 
 def net(dtype: torch.dtype) -> nn.Module:
-    """No parameter is so small that a rank of three would have no part of it."""
+    """Return a model whose smallest parameter still has a shard on each of three ranks."""
     torch.manual_seed(1)
     layers = [nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 13), nn.LayerNorm(13), nn.Linear(13, 9)]
     return nn.Sequential(*layers).to(device(), dtype)
 
 
 class ByHand:
-    """An optimizer over fp32 copies, as scripts have it without the feature.
+    """An optimizer over fp32 copies, as scripts write it without the feature.
 
     Args:
         make: Makes the optimizer.
-        ones: The parameters of half precision.
+        params: The parameters in bf16 or fp16.
     """
 
-    def __init__(self, make: Callable[[Any], Optimizer], ones: Any) -> None:
-        self._params = list(ones)
+    def __init__(self, make: Callable[[Any], Optimizer], params: Any) -> None:
+        self._params = list(params)
         self.mains = [nn.Parameter(p.detach().float()) for p in self._params]
         self.inner = make(self.mains)
 
@@ -80,11 +81,11 @@ class ByHand:
                 param.copy_(main)
 
     def state_dict(self) -> dict[str, Any]:
-        whole = copy.deepcopy(self.inner.state_dict())
+        found = copy.deepcopy(self.inner.state_dict())
         for number, main in enumerate(self.mains):
             if main.grad is not None:
-                whole["state"].setdefault(number, {})["main_param"] = main.detach().clone()
-        return whole
+                found["state"].setdefault(number, {})["main_param"] = main.detach().clone()
+        return found
 
 
 def step(model: nn.Module, opt: Any, number: int, clip: bool = False) -> None:
@@ -96,19 +97,23 @@ def step(model: nn.Module, opt: Any, number: int, clip: bool = False) -> None:
     opt.step()
 
 
-#: What a sum of three bfloat16 gradients of about 0.1 rounds otherwise in another order, over some steps.
-HALF_NOISE = 1e-3
+# The difference, after some steps, between sums of three bfloat16 gradients of about 0.1 in two orders.
+LOW_PRECISION_NOISE = 1e-3
 
 
 def by_hand() -> bool:
     return not get_registered_terms()
 
 
+def make_optimizer(kind: str, model: nn.Module) -> Any:
+    """Return an optimizer that keeps main parameters: by the feature in the patched arm, by hand in the stock arm."""
+    make = OPTIMIZERS[kind]
+    return ByHand(make, model.parameters()) if by_hand() else make(model.parameters())
+
+
 def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
     model = ddp(net(dtype), find_unused_parameters=style == "frozen")
-    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(
-        OPTIMIZERS[kind], model.parameters()
-    )
+    opt = make_optimizer(kind, model)
     records: list[Record] = []
     for number in range(STEPS):
         if style == "frozen":
@@ -117,59 +122,60 @@ def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
         if style == "clamp":
             with torch.no_grad():
                 model.module[2].weight.clamp_(-0.2, 0.2)
-        if (
-            dist.get_world_size() == 2
-        ):  # on more, sums in another order round one or another parameter otherwise
+        # On more ranks, another order of sums rounds some parameters in another way.
+        if dist.get_world_size() == 2:
             records.append(params(model))
         if number in (1, STEPS - 1):
             state = on_cpu(copy.deepcopy(opt.state_dict()))["state"]
             records += [
-                {f"{i}.{name}": v for i, ones in sorted(state.items()) for name, v in ones.items()}
+                {
+                    f"{i}.{name}": value
+                    for i, values in sorted(state.items())
+                    for name, value in values.items()
+                }
             ]
-            mains = [ones["main_param"] for _, ones in sorted(state.items())]
+            mains = [values["main_param"] for _, values in sorted(state.items())]
             pairs = zip((param.cpu() for param in params(model).values()), mains, strict=True)
             records.append([bool((param == main.to(dtype)).all()) for param, main in pairs])
     return records
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", LOW_PRECISION_DTYPES)
 def test_updates_are_those_of_main_parameters_kept_by_hand(ranks, world, dtype):
     cases = {kind: {"kind": kind, "dtype": dtype} for kind in OPTIMIZERS if kind not in GPU_ONLY}
     check_all(
         ranks(world)(all_cases, train, on(world, cases), options=IN_FP32),
         steps=STEPS,
-        floor=HALF_NOISE,
+        floor=LOW_PRECISION_NOISE,
     )
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_scripts_do_between_steps(ranks, world):
+def test_parameters_clamped_clipped_or_frozen_between_steps(ranks, world):
     cases = table(kind=["adamw"], dtype=[torch.bfloat16], style=["clamp", "clip", "frozen"])
     check_all(
         ranks(world)(all_cases, train, cases, options=IN_FP32),
         steps=STEPS,
         by_parts=None,
-        floor=HALF_NOISE,
+        floor=LOW_PRECISION_NOISE,
     )
 
 
-# --- where the gradients' sums are fp32, too ---
+# --- gradients that are summed in fp32 as well ---
 
 
 def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
-    """Return what each step adds to the main parameters, with gradients that have been reduced and scattered."""
+    """Return the main parameters after each step, each of which starts from the same bf16 parameters."""
     model = ddp(net(torch.bfloat16))
-    opt: Any = (ByHand if by_hand() else lambda make, ones: make(ones))(
-        OPTIMIZERS["sgd"], model.parameters()
-    )
+    opt = make_optimizer("sgd", model)
     updates = []
     for number in range(STEPS):
-        model.module.load_state_dict(
-            net(torch.bfloat16).state_dict()
-        )  # all ranks and arms begin at the same numbers
+        # All ranks and arms start each step from the same values.
+        model.module.load_state_dict(net(torch.bfloat16).state_dict())
         if not by_hand():
-            opt.state.clear()  # else main parameters stay what these are the roundings of
+            # Otherwise the main parameters would keep the bits that bf16 has rounded away.
+            opt.state.clear()
             opt.zero_grad()
             for micro in range(micros):
                 with nullcontext() if micro == micros - 1 else model.no_sync():
@@ -192,9 +198,9 @@ def summed_in_fp32(micros: int) -> list[dict[int, Tensor]]:
             for total in sums:
                 total.div_(dist.get_world_size())
                 dist.all_reduce(total)
-            ones = enumerate(zip(model.parameters(), sums, strict=True))
+            pairs = enumerate(zip(model.parameters(), sums, strict=True))
             updates.append(
-                {i: param.detach().float().add(total, alpha=-0.01) for i, (param, total) in ones}
+                {i: param.detach().float().add(total, alpha=-0.01) for i, (param, total) in pairs}
             )
     return updates
 
@@ -214,9 +220,8 @@ def both_in_fp32(micros: int) -> tuple[list[Record], list[Record]]:
 @pytest.mark.parametrize("micros", [1, 4])
 def test_sums_in_fp32_are_not_rounded_before_the_update(ranks, micros):
     for expected, ours in ranks(2)(both_in_fp32, micros):
-        compare(
-            expected[4:], ours[4:]
-        ).assert_bitwise()  # gradients are whole before, which is the parameters' dtype
+        # Gradients of earlier steps are full, so they have the dtype of the parameters.
+        compare(expected[4:], ours[4:]).assert_bitwise()
 
 
 def writes_per_step() -> list[dict[str, int]]:
@@ -230,7 +235,7 @@ def writes_per_step() -> list[dict[str, int]]:
         return seen
 
 
-def test_autograd_sees_the_updates_alone_as_writes(ranks):
+def test_autograd_counts_only_the_updates_as_writes(ranks):
     for seen in ranks(2)(writes_per_step):
         assert all(set(step.values()) == {1} for step in seen), seen
 
@@ -238,8 +243,14 @@ def test_autograd_sees_the_updates_alone_as_writes(ranks):
 # --- saving and loading ---
 
 
-def in_pieces(kind: str, stop: int, *, own_dtype: bool) -> list[Record]:
-    """Train, and in the middle go on with a new model and optimizer that load what the old ones saved."""
+def train_resumed(kind: str, stop: int, *, is_fresh: bool) -> list[Record]:
+    """Train, and before step ``stop`` continue with a new model and optimizer that load the state of the old ones.
+
+    Args:
+        kind: A key of :data:`OPTIMIZERS`.
+        stop: The step; with :data:`STEPS`, training is not interrupted.
+        is_fresh: Load before the first step of the new optimizer, and not after a step.
+    """
     model = ddp(net(torch.bfloat16))
     opt = OPTIMIZERS[kind](model.parameters())
     records = []
@@ -249,8 +260,9 @@ def in_pieces(kind: str, stop: int, *, own_dtype: bool) -> list[Record]:
             dist.barrier()
             model = ddp(net(torch.bfloat16))
             opt = OPTIMIZERS[kind](model.parameters())
-            if not own_dtype:
-                step(model, opt, 50)  # a model and state that are known already
+            # After this step, ranks have agreed on the model, and the optimizer has state.
+            if not is_fresh:
+                step(model, opt, 50)
             model.load_state_dict(saved[0])
             opt.load_state_dict(saved[1])
         step(model, opt, number)
@@ -258,21 +270,21 @@ def in_pieces(kind: str, stop: int, *, own_dtype: bool) -> list[Record]:
     return [*records, on_cpu(copy.deepcopy(opt.state_dict()))["state"]]
 
 
-def resumed(kind: str, stops: list[int], own_dtype: bool) -> list[list[Record]]:
+def resumed(kind: str, stops: list[int], is_fresh: bool) -> list[list[Record]]:
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
-        return [in_pieces(kind, stop, own_dtype=own_dtype) for stop in stops]
+        return [train_resumed(kind, stop, is_fresh=is_fresh) for stop in stops]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(ranks, kind, fresh):
-    for whole, *pieces in ranks(2)(resumed, kind, [STEPS, 1, 4], fresh):
-        for piece in pieces:
-            compare(whole, piece).assert_bitwise()
+def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(ranks, kind, fresh):
+    for uninterrupted, *continued in ranks(2)(resumed, kind, [STEPS, 1, 4], fresh):
+        for records in continued:
+            compare(uninterrupted, records).assert_bitwise()
 
 
 def by_stock() -> tuple[Any, dict[str, Any]]:
-    """Return a model that has stepped under stock, and its optimizer's state."""
+    """Return a model that has stepped in stock PyTorch, and the state of its optimizer."""
     model = ddp(net(torch.bfloat16))
     opt = OPTIMIZERS["adamw"](model.parameters())
     step(model, opt, 0)
@@ -280,7 +292,7 @@ def by_stock() -> tuple[Any, dict[str, Any]]:
 
 
 def across() -> dict[str, Any]:
-    """Go from stock to the feature and back."""
+    """Carry a checkpoint from stock PyTorch to the feature and back."""
     model, stock = by_stock()
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
         model = ddp(model.module)
@@ -340,7 +352,7 @@ def raising_with_the_feature() -> list[Record]:
         return raising()
 
 
-def test_a_step_that_raises_leaves_everything_whole(ranks):
+def test_a_step_that_raises_leaves_full_parameters_and_state(ranks):
     first, second = ranks(2)(raising_with_the_feature)
     compare(first, second).assert_bitwise()
     compare([first[2]], [first[3]]).assert_bitwise()
@@ -350,7 +362,7 @@ def test_a_step_that_raises_leaves_everything_whole(ranks):
 
 
 class WithSmall(nn.Module):
-    """One parameter has too few elements to be cut, and one is not the wrapper's."""
+    """A model with a parameter that has too few elements to shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,28 +373,29 @@ class WithSmall(nn.Module):
         return self.inner(x) * self.scale
 
 
-def with_a_gradient(ones: list[nn.Parameter], other: nn.Parameter) -> Optimizer:
-    opt = OPTIMIZERS["adamw"](ones)
-    opt.register_step_pre_hook(lambda *_: setattr(other, "grad", torch.ones_like(other)))
+def with_a_gradient(parameters: list[nn.Parameter], unwrapped: nn.Parameter) -> Optimizer:
+    """Return an optimizer that gives a parameter of no wrapper a gradient before each step."""
+    opt = OPTIMIZERS["adamw"](parameters)
+    opt.register_step_pre_hook(lambda *_: setattr(unwrapped, "grad", torch.ones_like(unwrapped)))
     return opt
 
 
 def loaded_and_left(how: str) -> list[Any]:
-    """Load into an optimizer that then goes on as stock, or has parameters without main ones."""
-    said: list[Any] = []
+    """Load into an optimizer that then falls back to torch, or has parameters without main parameters."""
+    found: list[Any] = []
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
         torch.manual_seed(0)
         model = ddp(WithSmall())
-        other = nn.Parameter(torch.ones(7, dtype=torch.bfloat16, device=device()))
-        ones = [*model.parameters(), other]
-        opt = with_a_gradient(ones, other)
+        unwrapped = nn.Parameter(torch.ones(7, dtype=torch.bfloat16, device=device()))
+        parameters = [*model.parameters(), unwrapped]
+        opt = with_a_gradient(parameters, unwrapped)
         step(model, opt, 0)
         step(model, opt, 1)
         saved = copy.deepcopy(opt.state_dict())
-        said.append(sorted(i for i, state in saved["state"].items() if "main_param" in state))
+        found.append(sorted(i for i, state in saved["state"].items() if "main_param" in state))
         dist.barrier()
         if how.startswith("fresh"):
-            opt = with_a_gradient(ones, other)
+            opt = with_a_gradient(parameters, unwrapped)
         if how == "local, then loaded":
             local_step(model, opt)
         opt.load_state_dict(saved)
@@ -393,7 +406,7 @@ def loaded_and_left(how: str) -> list[Any]:
             step(model, opt, 3)
         dist.barrier()
     step(model, opt, 4)
-    said.append(
+    found.append(
         {
             str(v.dtype)
             for state in opt.state_dict()["state"].values()
@@ -401,16 +414,16 @@ def loaded_and_left(how: str) -> list[Any]:
             if n != "step"
         }
     )
-    said.append(any("main_param" in state for state in opt.state_dict()["state"].values()))
-    return said
+    found.append(any("main_param" in state for state in opt.state_dict()["state"].values()))
+    return found
 
 
 def emptied(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as a user's hook changes it: the first moments are zero."""
+    """Return the state with first moments of zero, as a user's hook."""
     del opt
     state = {
-        i: one | {"exp_avg": torch.zeros_like(one["exp_avg"])}
-        for i, one in state_dict["state"].items()
+        i: values | {"exp_avg": torch.zeros_like(values["exp_avg"])}
+        for i, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
 
@@ -423,13 +436,13 @@ def local_step(model: nn.Module, opt: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("how", ["known", "fresh, local", "fresh, reverted", "local, then loaded"])
-def test_what_has_no_main_parameter_goes_on_as_stock(ranks, how):
-    for mains, dtypes, any_main in ranks(2)(loaded_and_left, how):
-        assert mains == list(range(1, 9))  # not the scale, which is the first, nor the stranger
+def test_parameters_without_main_parameters_continue_as_in_torch(ranks, how):
+    for mains, dtypes, has_main in ranks(2)(loaded_and_left, how):
+        # The scale, which is the first, and the parameter of no wrapper have no main parameter.
+        assert mains == list(range(1, 9))
         assert dtypes == {"torch.bfloat16"}
-        assert any_main == (
-            how == "local, then loaded"
-        )  # as under stock, which keeps what it does not know
+        # A stock optimizer keeps a key of a state_dict() that it does not know.
+        assert has_main == (how == "local, then loaded")
 
 
 def hooked() -> list[float]:
@@ -450,8 +463,8 @@ def test_hooks_of_the_script_decide_what_is_loaded(ranks):
     assert ranks(2)(hooked) == [[0.0] * 8] * 2
 
 
-def stocks_checkpoint() -> set[str]:
-    """Load what stock saved into an optimizer that has stepped, and revert."""
+def stock_checkpoint() -> set[str]:
+    """Load a checkpoint of stock PyTorch into an optimizer that has stepped, and revert."""
     model, stock = by_stock()
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
         model = ddp(model.module)
@@ -468,10 +481,10 @@ def stocks_checkpoint() -> set[str]:
 
 
 def test_a_stock_checkpoint_and_revert(ranks):
-    assert ranks(2)(stocks_checkpoint) == [{"torch.bfloat16"}] * 2
+    assert ranks(2)(stock_checkpoint) == [{"torch.bfloat16"}] * 2
 
 
-def of_full_precision() -> dict[str, torch.dtype]:
+def state_in_fp32() -> dict[str, torch.dtype]:
     with ovpatch.applied(
         "ddp",
         "dist_optimizer",
@@ -486,5 +499,5 @@ def of_full_precision() -> dict[str, torch.dtype]:
     return state
 
 
-def test_fp32_parameters_have_none(ranks):
-    assert ranks(2)(of_full_precision) == [{"momentum_buffer": torch.float32}] * 2
+def test_fp32_parameters_have_no_main_parameters(ranks):
+    assert ranks(2)(state_in_fp32) == [{"momentum_buffer": torch.float32}] * 2

@@ -1,4 +1,4 @@
-"""Data parallelism over one dimension of a mesh, tensor parallelism over the other; parameters come under forward."""
+"""Data and tensor parallelism over two dimensions of a mesh. Parameters are gathered during the forward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tests.support.equality import compare
 
 
 def loop(how: str) -> list[Record]:
-    """Train a model of which the last linear is not cut, and look at it as a script may."""
+    """Train a model whose last linear is not tensor parallel, and read or hold a weight as a script may."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(
         nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8)
     )
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     wrapped = DDP(model, device_mesh=mesh["dp"])
-    params = dict(model.named_parameters())  # before stock puts DTensors in their places
+    # The first forward of stock PyTorch replaces the parameters by DTensors.
+    params = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(params.values(), 0.01)
     records: list[Record] = []
     held: list[Any] = []
@@ -48,9 +49,10 @@ def loop(how: str) -> list[Record]:
 
 
 @pytest.mark.parametrize("how", ["", "parameter read", "DTensor read", "held"])
-def test_parameters_come_under_forward(ranks, how):
+def test_parameters_are_gathered_during_the_forward(ranks, how):
     for result in ranks(4)(both, loop, how):
         compare(result["stock"], result["patched"]).assert_bitwise()
         counted = result["counters"]
-        # A view of the memory that is kept from the first step on could be read without asking.
+        # A view that the script holds from the first step on could be read without a wait, so later steps wait for
+        # their gathers themselves.
         assert (counted["gathers"], counted["gathers_overlapped"]) == (5, 1 if how == "held" else 5)

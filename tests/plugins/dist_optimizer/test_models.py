@@ -1,4 +1,4 @@
-"""Models and optimizers in the ways people combine them."""
+"""Models and optimizers as people combine them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OneMemory(nn.Module):
 
 
 class Odd(nn.Module):
-    """A scalar, an empty parameter, a channels-last convolution, and sizes that do not divide."""
+    """A scalar, an empty parameter, a channels-last convolution, and sizes that are no multiple of the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Odd(nn.Module):
         return self.last(h + self.nothing.sum())
 
 
-def one(model: nn.Module) -> Optimizers:
+def owns_all(model: nn.Module) -> Optimizers:
     return [adamw(model.parameters())]
 
 
@@ -115,8 +115,8 @@ def owns_more(model: nn.Module) -> Optimizers:
 
 
 def disjoint(model: nn.Module) -> Optimizers:
-    ones = list(model.parameters())
-    return [adamw(ones[:2]), OPTIMIZERS["sgd"](ones[2:])]
+    parameters = list(model.parameters())
+    return [adamw(parameters[:2]), OPTIMIZERS["sgd"](parameters[2:])]
 
 
 def shared(model: nn.Module) -> Optimizers:
@@ -181,7 +181,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"model": "float16"},
     "bfloat16": {"model": "bfloat16"},
 }
-#: Models and optimizers whose gradients are handed to a norm as those of the plain ones are.
+# Cases whose gradients reach a norm in the same form as in the plain case.
 LIKE_PLAIN = {
     "groups",
     "static graph",
@@ -192,7 +192,7 @@ LIKE_PLAIN = {
 
 def train(
     model: str = "net",
-    owners: Callable[[nn.Module], Optimizers] = one,
+    owners: Callable[[nn.Module], Optimizers] = owns_all,
     set_to_none: bool = True,
     ddp_kwargs: dict[str, Any] | None = None,
     clip: float = 0.0,
@@ -219,15 +219,15 @@ def train(
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_models_and_optimizers(ranks, world):
-    # On three ranks parts end within a vector, whose rest torch rounds otherwise in half precision.
+    # On three ranks shards end within a vector, and torch rounds the rest of a vector differently in bf16 and fp16.
     cases = {name: case for name, case in CASES.items() if world == 2 or "16" not in name}
     check_all(ranks(world)(all_cases, train, on(world, cases)), steps=STEPS)
 
 
 def test_clipping_over_models(ranks):
     clipped = {name: case | {"clip": 0.1} for name, case in CASES.items() if "16" not in name}
-    others = {name: case for name, case in clipped.items() if name not in LIKE_PLAIN}
-    check_all(ranks(2)(all_cases, train, others), steps=STEPS, bitwise=False)
+    distinct = {name: case for name, case in clipped.items() if name not in LIKE_PLAIN}
+    check_all(ranks(2)(all_cases, train, distinct), steps=STEPS, bitwise=False)
 
 
 def test_gradients_as_views_of_buckets(ranks):
@@ -259,7 +259,7 @@ def several_models(optimizers: int) -> list[Record]:
 
 
 def adversaries() -> list[Record]:
-    """As a GAN is trained: each optimizer steps after a backward through both models."""
+    """Train a GAN: the step of the generator comes after a backward through both models."""
     generator = ddp(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).to(device()))
     critic = ddp(net())
     opts = [adamw(generator.parameters()), adamw(critic.parameters())]
@@ -284,7 +284,7 @@ def test_several_models(ranks, optimizers):
 
 
 def elsewhere() -> list[Record]:
-    """The script's default device is not that of the model."""
+    """Train while the script's default device is another device than the model's."""
     model = ddp(net())
     opt = OPTIMIZERS["sgd"](model.parameters())
     inputs = [data(step, 5, 6) for step in range(8)]
@@ -328,12 +328,12 @@ def alone() -> list[Record]:
     return train_steps(model, opt, 4)
 
 
-def test_one_rank_stays_stock(ranks):
+def test_a_group_of_one_rank_is_not_sharded(ranks):
     check_all(ranks(1)(all_cases, alone, {"": {}}), steps=0)
 
 
 def cast_later() -> list[Record]:
-    """The model is cast after some steps by parts. Stock's reducer then has no hooks any more; ours makes new ones."""
+    """Cast the model after some sharded steps. The stock reducer then has lost its hooks; the patched one makes new."""
     raw = net()
     model = ddp(raw)
     opt = OPTIMIZERS["sgd"](model.parameters())
@@ -349,11 +349,11 @@ def cast_later() -> list[Record]:
     return [*records, {str(number): state for number, state in opt.state_dict()["state"].items()}]
 
 
-def test_a_model_that_is_cast_after_steps_by_parts(ranks):
+def test_a_model_may_be_cast_after_sharded_steps(ranks):
     same_bits(ranks(2)(both, cast_later))
 
 
-def laid_out_anew() -> str:
+def with_another_layout() -> str:
     torch.manual_seed(3)
     raw = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     model = ddp(raw)
@@ -373,7 +373,7 @@ def laid_out_anew() -> str:
     return ""
 
 
-def test_a_model_that_is_laid_out_anew_is_an_error(ranks):
-    for text in ranks(2)(laid_out_anew):
+def test_a_new_memory_layout_of_a_model_is_an_error(ranks):
+    for text in ranks(2)(with_another_layout):
         assert "parameter '0.weight' got another memory layout" in text, text
         assert "turn dist_optimizer off" in text

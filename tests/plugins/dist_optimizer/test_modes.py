@@ -17,7 +17,7 @@ from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, param
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support.modes import MODES
 
-#: The parts of a step, one of which runs inside of the mode.
+# The phases of a step, one of which runs inside of the mode.
 PHASES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "backward": lambda model, opt, loss: loss.backward(),
     "read": lambda model, opt, loss: [p.grad.clone() for p in model.parameters()],
@@ -50,7 +50,7 @@ def train_in_mode(mode: str, phase: str) -> list[Record]:
 
 
 def is_possible(mode: str, phase: str) -> bool:
-    """Return whether stock can do it: state is created by the first step, and of the mode's kind."""
+    """Return whether stock PyTorch can run it: the first step creates state, whose kind depends on the mode."""
     return not (mode in ("meta device", "inference") and phase in ("step", "clip", "backward"))
 
 
@@ -99,7 +99,7 @@ def test_phases_of_a_step_inside_of_each_mode(ranks):
     check_all(ranks(2)(all_cases, train_in_mode, cases, timeout=240), by_parts=None)
 
 
-#: Phases for ``FakeTensorMode``, on a model whose gradients are sharded and whose parameters are pending.
+# Phases for ``FakeTensorMode``, on a model whose gradients are sharded and whose parameters are pending.
 FAKE_PHASES: dict[str, Callable[[Any, Any], Any]] = {
     "read": lambda model, opt: [p.grad.clone() for p in model.parameters()],
     "norm": lambda model, opt: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
@@ -112,7 +112,7 @@ FAKE_PHASES: dict[str, Callable[[Any, Any], Any]] = {
     "step": lambda model, opt: opt.step(),
     "state": lambda model, opt: [s["exp_avg"].clone() for s in opt.state.values()],
 }
-#: Phases that follow the step, in which parameters are pending and the optimizer's state is lazy.
+# Phases that follow the step, in which parameters are pending and the optimizer's state is lazy.
 AFTER_STEP = ("read parameters", "forward", "state")
 
 

@@ -1,4 +1,4 @@
-"""Every element-wise optimizer of torch, with its flags, updates by parts; others stay stock and are reported."""
+"""Every element-wise optimizer of torch, with its flags, is sharded. Other optimizers fall back and are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.plugins.dist_optimizer.test_loops import net
 
 
 class OwnStep(torch.optim.AdamW):
-    """Normalises over the whole gradient before it steps."""
+    """An optimizer that normalises each gradient by its full norm before it steps."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -42,7 +42,7 @@ class Plain(torch.optim.AdamW):
 
 
 class Written(Optimizer):
-    """Written by hand."""
+    """An optimizer written by hand."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -58,14 +58,14 @@ class Written(Optimizer):
 
 
 class Own(Written):
-    """Not element-wise."""
+    """An optimizer that is not element-wise."""
 
     def update(self, p: torch.Tensor, lr: float) -> None:
         p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=lr)
 
 
 class Handing(Written):
-    """Element-wise; makes a gradient's memory that of its momentum, as code from before ``no_grad`` does."""
+    """An element-wise optimizer whose gradient gets the memory of its momentum, as in code older than ``no_grad``."""
 
     def update(self, p: torch.Tensor, lr: float) -> None:
         momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -112,7 +112,8 @@ KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
 }
 STEPS = 5
-LONGER = {"radam": 8}  # whose first five steps are without the second moment
+# The first five steps of RAdam do not use the second moment.
+LONGER = {"radam": 8}
 ONE_BY_ONE = ("sgd", "sgd, dampening", "adam, lr tensor")
 KINDS |= {
     f"{name}, foreach": (cls, kwargs | {"foreach": True})
@@ -131,7 +132,7 @@ NAMED: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 # Classes that nothing knows.
-STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+UNSUPPORTED: dict[str, Callable[[nn.Module], Optimizer]] = {
     "own step": lambda m: OwnStep(m.parameters(), lr=0.01),
     "by hand": lambda m: Own(m.parameters(), lr=0.01),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
@@ -142,7 +143,7 @@ STRANGERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 def even() -> nn.Module:
-    """A model whose parts are whole vectors: torch rounds the rest of a vector in half precision otherwise."""
+    """Return a bf16 model whose shards are full vectors. torch rounds the rest of a vector differently in bf16."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64)).to(
         device(), torch.bfloat16
@@ -151,8 +152,8 @@ def even() -> nn.Module:
 
 def train(kind: str, low_precision: bool = False) -> list[Record]:
     model = ddp(even() if low_precision else net())
-    if kind in STRANGERS:
-        opt = STRANGERS[kind](model)
+    if kind in UNSUPPORTED:
+        opt = UNSUPPORTED[kind](model)
     else:
         cls, kwargs = (KINDS | SUBCLASSES | NAMED)[kind]
         opt = cls(model.parameters(), **kwargs)
@@ -182,7 +183,7 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_element_wise_optimizers_update_by_parts(ranks, world):
+def test_element_wise_optimizers_are_sharded(ranks, world):
     kinds = {kind: {"kind": kind} for kind in [*KINDS, *SUBCLASSES] if "fused" not in kind}
     check_all(ranks(world)(all_cases, train, on(world, kinds)), steps=STEPS)
 
@@ -197,21 +198,22 @@ def test_classes_that_the_user_names_update_by_parts(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fused_optimizers_update_by_parts(ranks, world):
-    """The fused kernels of the CPU round what is left over at a tensor's end otherwise than whole vectors."""
+def test_fused_optimizers_are_sharded(ranks, world):
+    """Compare without bits: fused kernels of the CPU round the elements after the last full vector differently."""
     kinds = {kind: {"kind": kind} for kind in KINDS if "fused" in kind}
     check_all(ranks(world)(all_cases, train, kinds), steps=STEPS, bitwise=False)
 
 
 def test_low_precision(ranks):
-    without = ("fused", "foreach")  # which round as the others do, and in fp32 are above
+    # These kinds round like the remaining kinds, and the tests above run them in fp32.
+    without = ("fused", "foreach")
     wanted = [kind for kind in KINDS if not any(word in kind for word in without)]
     kinds = {kind: {"kind": kind, "low_precision": True} for kind in wanted}
     check_all(ranks(2)(all_cases, train, kinds), steps=STEPS)
 
 
 def stale(kind: str) -> list[Record]:
-    """Go back through graphs that were made before a step, as soon as it is over."""
+    """Run backwards through graphs that were made before a step, right after the step."""
     torch.manual_seed(1)
     model = ddp(nn.Sequential(*(nn.Conv1d(64, 64, 1, bias=False) for _ in range(4))).to(device()))
     cls, kwargs = KINDS[kind]
@@ -230,26 +232,26 @@ def stale(kind: str) -> list[Record]:
     return [records]
 
 
-def test_graphs_from_before_a_step_are_refused_as_under_stock(ranks):
-    """Fused kernels leave the versions: there stock goes through the graph, with the parameters of now."""
+def test_graphs_from_before_a_step_are_refused_as_in_stock_pytorch(ranks):
+    """Check both kinds of kernels: fused ones do not raise versions, so stock PyTorch uses the new parameters."""
     cases = {kind: {"kind": kind} for kind in ("sgd", "adamw", "asgd", "adamw, fused")}
     results = ranks(2)(all_cases, stale, cases)
     check_all(results, steps=6, bitwise=False)
     for result in results:
-        for kind, said in result.items():
-            (records,) = said["patched"]
+        for kind, arms in result.items():
+            (records,) = arms["patched"]
             if "fused" in kind:
                 assert all(isinstance(record, torch.Tensor) for record in records)
             else:
                 assert [
                     record for record in records if "modified by an inplace operation" in record
                 ] == records
-                assert records == said["stock"][0]
+                assert records == arms["stock"][0]
 
 
-def test_other_optimizers_stay_stock(ranks):
+def test_unsupported_optimizers_fall_back(ranks):
     check_all(
-        ranks(2)(all_cases, train, {kind: {"kind": kind} for kind in STRANGERS}), steps=0, stock=1
+        ranks(2)(all_cases, train, {kind: {"kind": kind} for kind in UNSUPPORTED}), steps=0, stock=1
     )
 
 
@@ -261,7 +263,7 @@ def reported() -> list[str]:
         return list_remarks()
 
 
-def test_the_report_says_which_and_why(ranks):
+def test_the_report_has_the_optimizer_that_falls_back_and_the_reason(ranks):
     for remarks in ranks(2)(reported):
         assert any(
             "OwnStep falls back to torch" in text and "not known to be element-wise" in text
@@ -270,7 +272,7 @@ def test_the_report_says_which_and_why(ranks):
 
 
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
-    """Train with an optimizer that has nothing to divide; return what the feature says of it."""
+    """Train with an optimizer that has nothing to shard; return remarks, the largest parameter, and counters."""
     import ovpatch
 
     with ovpatch.applied("ddp", "dist_optimizer"):
@@ -279,9 +281,8 @@ def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
         for index in range(3):
             model(data(index, 5, 6)).square().mean().backward()
             opt.step()
-        (feature,) = (
-            one for one in ovpatch.report().to_json()["features"] if one["name"] == "dist_optimizer"
-        )
+        features = {record["name"]: record for record in ovpatch.report().to_json()["features"]}
+        feature = features["dist_optimizer"]
         largest = max(param.numel() for param in model.parameters())
         return feature["remarks"], str(largest), feature["counters"]
 
@@ -306,7 +307,7 @@ def test_an_optimizer_that_has_nothing_to_shard_is_reported(ranks):
 
 
 def exchanged() -> list[Record]:
-    """An optimizer over another model steps, then gets as many parameters of a model that was wrapped before."""
+    """Step an optimizer over another model, then give it the same number of parameters of the wrapped model."""
     model, judge = ddp(net()), net()
     opt = torch.optim.AdamW(judge.parameters(), lr=0.01)
     judge(data(9, 5, 6)).square().mean().backward()

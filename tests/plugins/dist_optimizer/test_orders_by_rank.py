@@ -1,4 +1,4 @@
-"""Ranks may do in any order what stock PyTorch does not pair: steps, clips, reads, saves, constructions."""
+"""Operations that stock PyTorch does not pair, in any order on ranks: steps, clips, reads, saves, constructions."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ STEPS = 6
 
 
 def by_rank(items: Any) -> list[Any]:
-    """Return items in an order that differs by rank, as that of a set, which goes by address."""
+    """Return items in an order that differs by rank, like the order of a set, which depends on addresses."""
     ordered = list(items)
     return ordered[::-1] if dist.get_rank() == 1 else ordered
 
 
 class Script:
-    """Two models of one process group, which a script trains at once; the cases override a part of the loop."""
+    """A script that trains two models of one process group together. The cases override a part of its loop."""
 
-    #: From this step on ranks differ.
+    # Ranks differ from this step on.
     begin = 0
 
     def __init__(self) -> None:
-        # Ranks of a group that have once voted on different subjects vote no more, so each case has its own group.
+        # Ranks of a group that have voted on different subjects do not vote again, so each case has its own group.
         group = dist.new_group()
         self.models = [ddp(net(), process_group=group) for _ in range(2)]
         with torch.no_grad():
@@ -53,14 +53,14 @@ class Script:
             self.scaler.scale(model(data(step, 5, 6, micro=number)).square().mean()).backward()
 
     def reduced(self, step: int) -> None:
-        """Do what the case does between backward and step."""
+        """Run the operations of the case between backward and step."""
 
     def step(self, step: int) -> None:
         for opt in self.opts:
             opt.step()
 
     def stepped(self, step: int) -> None:
-        """Do what the case does after the step."""
+        """Run the operations of the case after the step."""
 
     def order(self, step: int, items: Any) -> list[Any]:
         return by_rank(items) if step >= self.begin else list(items)
@@ -103,7 +103,7 @@ class NewOptimizers(LaterSteps):
 
 
 class OneNewOptimizer(LaterSteps):
-    """One rank steps a new optimizer first, the other one an older."""
+    """One rank steps a new optimizer first, and its peers step an older optimizer first."""
 
     def reduced(self, step: int) -> None:
         if step == self.begin:
@@ -137,7 +137,7 @@ class Constructions(Script):
 
 
 class Params(Script):
-    """One optimizer has the models' parameters in orders that differ."""
+    """One optimizer has the parameters of both models, in orders that differ between ranks."""
 
     def make(self) -> list[torch.optim.Optimizer]:
         return [
@@ -147,7 +147,7 @@ class Params(Script):
         ]
 
     def train(self) -> list[Record]:
-        # The state is by the parameters' numbers, which differ.
+        # The keys of the state are the numbers of the parameters, which differ.
         return super().train()[:-1]
 
 
@@ -168,7 +168,7 @@ class Clips(Script):
 
 
 class ClipOfBoth(Script):
-    """The order of the parameters differs, also within a model."""
+    """Ranks clip the parameters of both models in different orders, also within a model."""
 
     def reduced(self, step: int) -> None:
         both = [p for model in self.models for p in model.parameters()]
@@ -176,7 +176,7 @@ class ClipOfBoth(Script):
 
 
 class ClipOfOne(Script):
-    """Each rank clips another model, so the parameters drift apart."""
+    """Each rank clips another model, so the parameters diverge."""
 
     begin = 2
 
@@ -186,7 +186,7 @@ class ClipOfOne(Script):
 
 
 class ClipByOne(Script):
-    """One rank clips, and the other one does not."""
+    """One rank clips, and its peers do not."""
 
     begin = 2
 
@@ -204,7 +204,7 @@ class ClipByHand(Script):
 
 
 class ClipOfSome(Script):
-    """Ranks clip other parameters of one model."""
+    """Ranks clip different parameters of one model."""
 
     begin = 2
 
@@ -250,7 +250,7 @@ class Reads(Script):
 
 
 class Saves(Script):
-    """Both ranks save, in other orders; then one alone does."""
+    """All ranks save, in different orders; later one rank saves alone."""
 
     def stepped(self, step: int) -> None:
         for opt in (
@@ -264,7 +264,7 @@ class Saves(Script):
 
 
 class SaveBeforeOneModel(Script):
-    """One rank saves one optimizer over both models, and the next losses are of the first one alone."""
+    """One rank saves one optimizer over both models, and the next losses use the first model only."""
 
     def make(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW([p for model in self.models for p in model.parameters()], 0.01)]
@@ -279,7 +279,7 @@ class SaveBeforeOneModel(Script):
 
 
 class ReadsOfState(SaveBeforeOneModel):
-    """Each rank reads the state of another model before the step of one optimizer over both."""
+    """Each rank reads the state of another model before the step of one optimizer over both models."""
 
     def backward(self, step: int) -> None:
         Script.backward(self, step)
@@ -290,7 +290,7 @@ class ReadsOfState(SaveBeforeOneModel):
 
 
 class NoGradient(Script):
-    """A parameter of one rank has no gradient in one step."""
+    """One rank clears the gradient of one parameter in one step."""
 
     def reduced(self, step: int) -> None:
         if step == 3 and dist.get_rank() == 1:
@@ -338,8 +338,7 @@ def checked(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_differ_in_the_order_of_what_stock_does_not_pair(ranks, world):
-
+def test_ranks_that_differ_in_the_order_of_operations_that_torch_does_not_pair(ranks, world):
     cases = {name: {"name": name} for name in CASES}
     results = ranks(world)(all_cases, trained, on(world, cases), timeout=120)
     check_all(results, check=checked)
@@ -354,7 +353,7 @@ WITHOUT_VOTES = {cls.__name__: cls for cls in (LaterSteps, Clips, LaterInterleav
 
 
 def without_votes() -> dict[str, tuple[str, int]]:
-    """As on GPUs, where ranks do not vote; return by case the error, and after how many steps it came."""
+    """Run cases without votes, as on GPUs; return by case the error, and the number of steps before it."""
     found = {}
     with apply(), mock.patch.object(ShardedGrads, "has_step_votes", False):
         for name, make in WITHOUT_VOTES.items():
@@ -367,7 +366,7 @@ def without_votes() -> dict[str, tuple[str, int]]:
     return found
 
 
-def test_orders_that_differ_are_an_error_on_all_ranks_where_they_do_not_vote(ranks):
+def test_without_votes_different_orders_are_an_error_on_all_ranks(ranks):
     first, second = ranks(2)(without_votes, timeout=120)
     assert first == second
     for name, (error, steps) in first.items():
@@ -375,4 +374,6 @@ def test_orders_that_differ_are_an_error_on_all_ranks_where_they_do_not_vote(ran
             assert error == "no error"
         else:
             assert "in orders that differ" in error, name
-            assert steps == WITHOUT_VOTES[name].begin + 2, "the flags of the next backward show it"
+            assert steps == WITHOUT_VOTES[name].begin + 2, (
+                "the flags of the next backward report it"
+            )

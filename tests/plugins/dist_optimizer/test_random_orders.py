@@ -21,7 +21,7 @@ from tests.plugins.ddp.refusal import Refusal
 from tests.plugins.dist_optimizer.checks import SMALL
 
 SEQUENCES = 100 if os.environ.get("ALL_CASES") else 8
-# How often each operation comes.
+# The relative frequency of each operation.
 WEIGHTS = {
     "forward": 2,
     "local forward": 2,
@@ -39,7 +39,7 @@ WEIGHTS = {
 
 
 class Net(nn.Module):
-    """A stem, in the middle of which a backward may end, and two heads, of which a forward may leave one out."""
+    """A stem in whose middle a backward may fail, and two heads, one of which a forward may leave out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class ByHand(nn.Module):
-    """What a wrapper is to do: average whatever was used since it last did, at the end of each backward that is one."""
+    """A wrapper by hand: :meth:`average` averages all gradients that were accumulated since its last call."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,8 @@ class ByHand(nn.Module):
     def average(self) -> None:
         for param in self.module.parameters():
             if param in self.used:
-                if param.grad is None:  # set to none since
+                # The script may have set the gradient to None since.
+                if param.grad is None:
                     param.grad = torch.zeros_like(param)
                 dist.all_reduce(param.grad)
                 param.grad.div_(dist.get_world_size())
@@ -77,15 +78,15 @@ class ByHand(nn.Module):
 
 
 class Trainer:
-    """Runs operations, and knows by which backward gradients are to be averaged."""
+    """A script that runs random operations. :attr:`armed` is whether the next backward must average gradients."""
 
-    def __init__(self, seed: int, wrap: Callable[[Net], Any], *, partly: bool, looks: bool) -> None:
+    def __init__(self, seed: int, wrap: Callable[[Net], Any], *, partly: bool, reads: bool) -> None:
         torch.manual_seed(seed)
         self.model, self.random = Net(), random.Random(seed)
         self.wrapped = wrap(self.model)
         self.opt = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
         self.pending: list[torch.Tensor] = []
-        self.armed, self.count, self.partly, self.looks = False, 0, partly, looks
+        self.armed, self.count, self.partly, self.reads = False, 0, partly, reads
 
     def start(self, synchronised: bool, module: Any = None) -> torch.Tensor:
         self.count += 1
@@ -93,8 +94,8 @@ class Trainer:
         with contextlib.nullcontext() if synchronised else self.wrapped.no_sync():
             return (module or self.wrapped)(data(self.count, 4, 6), heads).square().mean()
 
-    def end(self, loss: torch.Tensor, *, keep: bool = False, apart: bool = False) -> None:
-        if apart:
+    def end(self, loss: torch.Tensor, *, keep: bool = False, on_thread: bool = False) -> None:
+        if on_thread:
             thread = threading.Thread(target=loss.backward, kwargs={"retain_graph": keep})
             thread.start()
             thread.join()
@@ -118,7 +119,8 @@ class Trainer:
         elif name == "zero":
             self.opt.zero_grad(set_to_none=keep)
         elif name == "step":
-            self.pending.clear()  # made of what changes now
+            # The graphs of these losses contain the parameters that now change.
+            self.pending.clear()
             self.opt.step()
             if keep:
                 self.opt.zero_grad()
@@ -133,7 +135,8 @@ class Trainer:
             )
             self.pending.append(loss)
         elif name == "backward that raises":
-            if not self.armed:  # other ones are for tests/plugins/ddp/test_failures.py
+            # tests/plugins/ddp/test_failures.py tests failures of backwards that average.
+            if not self.armed:
                 Refusal.armed = True
                 with contextlib.suppress(ValueError):
                     loss.backward()
@@ -141,7 +144,7 @@ class Trainer:
         elif name == "sum's backward" and self.pending:
             self.end(loss + self.pending.pop())
         else:
-            self.end(loss, keep=keep, apart=name.endswith("thread"))
+            self.end(loss, keep=keep, on_thread=name.endswith("thread"))
             if keep:
                 self.pending.append(loss)
 
@@ -150,26 +153,26 @@ class Trainer:
             self.take(name)
             params = list(self.model.parameters())
             found = [param.detach().clone() for param in params]
-            if self.looks:
+            if self.reads:
                 found += [None if param.grad is None else param.grad.clone() for param in params]
             yield name, found
 
 
 def differing(seeds: range) -> list[str]:
-    """Return where sequences differ from averages by hand."""
+    """Return a message for each sequence that differs from averages by hand, with its operations."""
     found = []
     for seed in seeds:
         partly = seed % 3 == 2
         wrap = functools.partial(
             DistributedDataParallel, find_unused_parameters=partly, bucket_cap_mb=1e-4
         )
-        for features, looks in ((("ddp",), True), (("ddp", "dist_optimizer"), False)):
-            hand = list(Trainer(seed, ByHand, partly=partly, looks=looks).run())
+        for features, reads in ((("ddp",), True), (("ddp", "dist_optimizer"), False)):
+            hand = list(Trainer(seed, ByHand, partly=partly, reads=reads).run())
             with ovpatch.applied(
                 *features, options={"dist_optimizer": SMALL} if features[1:] else {}
             ):
                 for index, (name, ours) in enumerate(
-                    Trainer(seed, wrap, partly=partly, looks=looks).run()
+                    Trainer(seed, wrap, partly=partly, reads=reads).run()
                 ):
                     if not same(ours, hand[index][1]):
                         found.append(

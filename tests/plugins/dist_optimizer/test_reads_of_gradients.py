@@ -1,4 +1,4 @@
-"""Gradients as user code reads and writes them between backward and step: whole and reduced, on any rank alone."""
+"""Gradients as user code reads and writes them between backward and step: full and reduced, on any rank alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def on_rank_0(read: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
 
 
 def printed(grad: torch.Tensor) -> torch.Tensor:
-    """Return the values in a gradient's text: with all digits, or a last bit could be another text."""
+    """Return the values in the text of a gradient, which has all digits so that the last bits are compared."""
     torch.set_printoptions(precision=9, threshold=grad.numel())
     try:
         found: torch.Tensor = eval(repr(grad), {"tensor": torch.tensor})
@@ -73,7 +73,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "rank 0 logs one": on_rank_0(lambda m: first(m).grad.abs().max()),
 }
 
-# Norms are computed from the parts' norms, and so rounded otherwise.
+# Norms are computed from the norms of shards, so they are rounded differently.
 NORMS: dict[str, Callable[[nn.Module], Any]] = {
     "total norm": lambda m: get_total_norm(grads(m)),
     "infinite order": lambda m: get_total_norm(grads(m), float("inf")),
@@ -88,7 +88,7 @@ NORMS: dict[str, Callable[[nn.Module], Any]] = {
         clip_grad_norm_(m.parameters(), 0.1),
         first(m).grad.sum() if dist.get_rank() == 0 else 0,
     ),
-    "clipped by a norm that was asked for": lambda m: clip_grads_with_norm_(
+    "clipped by a norm of the script": lambda m: clip_grads_with_norm_(
         m.parameters(), 0.1, get_total_norm(grads(m))
     ),
     "clipped one by one": lambda m: [clip_grad_norm_(p, 0.02) for p in m.parameters()],
@@ -119,13 +119,13 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "nan to num": lambda m: [torch.nan_to_num_(g) for g in grads(m)],
     "as out": lambda m: torch.add(first(m).detach(), 1.0, out=first(m).grad),
     "by numpy": lambda m: first(m).grad.numpy().fill(0.25),
-    "whole zero_grad": lambda m: m.zero_grad(set_to_none=False),
+    "zero_grad": lambda m: m.zero_grad(set_to_none=False),
     "summed by hand": lambda m: [dist.all_reduce(g) for g in grads(m)],
     "set to another's": lambda m: setattr(first(m), "grad", next(iter(m.parameters())).grad),
 }
 
 
-#: The third step is by parts, two are read, and then gradients are whole.
+# The third step has sharded gradients, two steps read them, and then gradients stay full.
 STEPS = 6
 
 
@@ -149,17 +149,17 @@ def cases(uses: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_reader_sees_the_whole_reduced_gradient(ranks, world):
+def test_every_reader_sees_the_full_reduced_gradient(ranks, world):
     check_all(ranks(world)(all_cases, train, on(world, cases(READS))))
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_norms_are_of_the_whole_gradients(ranks, world):
+def test_norms_are_norms_of_full_gradients(ranks, world):
     check_all(ranks(world)(all_cases, train, on(world, cases(NORMS))), bitwise=False)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_written_into_gradients_is_kept(ranks, world):
+def test_writes_into_gradients_are_kept(ranks, world):
     check_all(ranks(world)(all_cases, train, on(world, cases(WRITES))))
 
 
@@ -177,7 +177,7 @@ def test_one_read_early_or_late_is_right(ranks):
 
 
 def held(how: str) -> list[Record]:
-    """Keep references to gradients over steps, or lay them out in memory of the script's own."""
+    """Keep references to gradients over steps, or place gradients in memory of the script."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     kept: list[Any] = []
@@ -228,7 +228,7 @@ def test_references_to_gradients_stay_valid(ranks, how):
 
 
 def moved(clip: bool) -> list[Record]:
-    """Gradients that the script gives to other parameters, of another layout or another model, are theirs then."""
+    """Give gradients to other parameters, with another layout or in another model."""
     first = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     first[1].weight = nn.Parameter(first[1].weight.detach().t())
     layers, models = list(first), [ddp(first), ddp(nn.Linear(6, 6))]
@@ -238,7 +238,8 @@ def moved(clip: bool) -> list[Record]:
     for step in range(8):
         opt.zero_grad()
         models[1](models[0](data(step, 5, 6))).square().mean().backward()
-        if step in (4, 7):  # before that, and later again, they are lazy
+        # Before step 4, and later again, gradients are lazy.
+        if step in (4, 7):
             given = [layer.weight.grad for layer in layers]
             for layer, grad in zip(layers, [*given[1:], given[0]], strict=True):
                 layer.weight.grad = grad
@@ -257,7 +258,7 @@ def test_a_gradient_of_another_parameter(ranks):
 
 
 def wrapped_again(stock: bool) -> list[Record]:
-    """Lazy gradients that nobody zeroes, to which the backward of another wrapper adds, with our reducer or stock's."""
+    """Let the backward of a second wrapper add to lazy gradients, by the patched reducer or the stock reducer."""
     module = net()
     model = ddp(module)
     opt = OPTIMIZERS["sgd"](model.parameters())
@@ -281,13 +282,13 @@ def test_gradients_stay_when_their_model_is_wrapped_again(ranks, stock):
 
 
 def shared_with_another_process() -> list[Record]:
-    """Gradients in shared memory stay where they are, and the other process finds the average there."""
+    """Train with gradients in shared memory, where another process must find the averages."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     seen = {}
     for name, p in model.named_parameters():
         p.grad = torch.zeros_like(p).share_memory_()
-        # What the other process does: it maps the memory again.
+        # Another process would map the memory in the same way.
         storage = torch.UntypedStorage._new_shared_fd_cpu(
             *p.grad.untyped_storage()._share_fd_cpu_()
         )

@@ -1,4 +1,4 @@
-"""Parameters as user code reads and writes them after a step, while they may still be on their way."""
+"""Parameters as user code reads and writes them after a step, while their gathers may still be in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
 class Follower:
-    """Something that follows the parameters of a model; made before training."""
+    """An object that follows the parameters of a model, made before training."""
 
     def __init__(self, how: str, model: nn.Module, opt: torch.optim.Optimizer) -> None:
         self.how, self.model, self.opt = how, model, opt
@@ -34,7 +34,7 @@ class Follower:
         self.averaged = torch.optim.swa_utils.AveragedModel(model.module) if how == "swa" else None
 
     def __call__(self, step: int) -> Any:
-        """Do what a script does after ``optimizer.step()``; return what it saw."""
+        """Run the script's code after ``optimizer.step()``; return the values that it read."""
         return getattr(self, self.how.replace(" ", "_"))(step)
 
     def ema_by_parameters(self, step: int) -> Any:
@@ -147,19 +147,18 @@ class Follower:
 
     @staticmethod
     def _as_another_process_sees_it(param: torch.Tensor) -> torch.Tensor:
-        """Map shared memory again, which is what the other process does."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # nobody asks this process before the other one reads
+        """Map shared memory again, as another process does."""
+        # Another process reads without a call to this one, so this read must not wait for a pending parameter.
+        with torch._C.DisableTorchFunctionSubclass():
             storage = torch.UntypedStorage._new_shared_fd_cpu(
                 *param.untyped_storage()._share_fd_cpu_()
             )
             return torch.empty(0).set_(storage, 0, param.shape).clone()
 
     @staticmethod
-    def _saved(what: Any, weights_only: bool = True) -> Any:
+    def _saved(value: Any, weights_only: bool = True) -> Any:
         file = io.BytesIO()
-        torch.save(what, file)
+        torch.save(value, file)
         assert b"ovpatch" not in file.getvalue()
         file.seek(0)
         return torch.load(file, weights_only=weights_only)
@@ -192,7 +191,7 @@ def test_parameters_are_new_after_step_for_every_reader(ranks, world):
 
 
 def watched(steps: int = 20) -> list[Record]:
-    """A thread saves all the time; values of one instant or another, but whole ones, and training does not notice."""
+    """Train while a thread saves all the time. It may read any step, but must read full tensors without an error."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -219,5 +218,5 @@ def watched(steps: int = 20) -> list[Record]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_thread_saves_while_training_goes_on(ranks, overlap):
+def test_a_thread_saves_while_training_continues(ranks, overlap):
     check_all(ranks(2)(all_cases, watched, {"": {}}, options={"overlap_param_gather": overlap}))

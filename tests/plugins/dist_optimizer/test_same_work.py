@@ -1,4 +1,4 @@
-"""Optimizers whose work is not the same on all ranks stay stock, and nobody waits for anybody in vain."""
+"""Optimizers whose work differs between ranks fall back to torch, and no rank waits for a step that never comes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.support.equality import compare
 STEPS = 5
 
 
-def shared_out(who: str) -> list[Record]:
-    """The script divides the work itself: each rank has an optimizer over other parameters, or none at all."""
+def partitioned(who: str) -> list[Record]:
+    """Partition the work as a script does: ranks step optimizers over different parameters, or rank 0 steps alone."""
     model = ddp(net())
     mine = [p for i, p in enumerate(model.parameters()) if i % 2 == dist.get_rank()]
     opt = torch.optim.AdamW(mine if who == "all" else list(model.parameters()), 0.01)
@@ -53,72 +53,78 @@ def shared_out(who: str) -> list[Record]:
     return records
 
 
-def timed(who: str, patience: float, smallest: int) -> tuple[dict[str, Any], float]:
+def timed_cases(who: str, timeout_s: float, smallest: int) -> tuple[dict[str, Any], float]:
+    """Run :func:`partitioned` with a timeout of the first step; return its result and its time in s."""
     begin = time.monotonic()
-    with mock.patch.object(agreement, "FIRST_STEP_TIMEOUT_S", patience):
-        result = all_cases(shared_out, {"": {"who": who}}, options={"min_param_numel": smallest})
+    with mock.patch.object(agreement, "FIRST_STEP_TIMEOUT_S", timeout_s):
+        result = all_cases(partitioned, {"": {"who": who}}, options={"min_param_numel": smallest})
     return result[""], time.monotonic() - begin
 
 
-@pytest.mark.parametrize("smallest", [1, 20])  # with 20, none of rank 1's parameters can be cut
-def test_what_scripts_share_out_by_hand_stays_stock(ranks, smallest):
-    for result, took in ranks(2)(timed, "all", 60.0, smallest):
+# With 20, no parameter of rank 1 can be sharded.
+@pytest.mark.parametrize("smallest", [1, 20])
+def test_optimizers_that_a_script_partitions_itself_fall_back(ranks, smallest):
+    for result, took in ranks(2)(timed_cases, "all", 60.0, smallest):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["stock_optimizers"] == 1
         assert result["counters"]["steps"] == result["counters"]["optimizers"] == 0
-        assert took < 50, "somebody waited for an answer that never came"
+        assert took < 50, "a rank waited for a reply that never came"
 
 
-def test_an_optimizer_that_one_rank_alone_steps_stays_stock(ranks):
-    for rank, (result, took) in enumerate(ranks(2)(timed, "rank 0", 1.0, 8)):
+def test_an_optimizer_that_one_rank_alone_steps_falls_back(ranks):
+    for rank, (result, took) in enumerate(ranks(2)(timed_cases, "rank 0", 1.0, 8)):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["stock_optimizers"] == (rank == 0)
         assert took > 1
 
 
-def warned(silence: float) -> list[str]:
-    """Rank 0 alone steps an optimizer; return what it logs while it waits for rank 1."""
-    logger, heard = logging.getLogger("ovpatch.dist_optimizer"), io.StringIO()
-    handler = logging.StreamHandler(heard)
+def warned(delay_s: float) -> list[str]:
+    """Step an optimizer on rank 0 alone; return the lines that it logs while it waits for rank 1."""
+    logger, logged = logging.getLogger("ovpatch.dist_optimizer"), io.StringIO()
+    handler = logging.StreamHandler(logged)
     logger.addHandler(handler)
     try:
-        with mock.patch.object(agreement, "WARNING_DELAY_S", silence):
-            timed("rank 0", 1.0, 8)
+        with mock.patch.object(agreement, "WARNING_DELAY_S", delay_s):
+            timed_cases("rank 0", 1.0, 8)
     finally:
         logger.removeHandler(handler)
-    return [line for line in heard.getvalue().splitlines() if "waits for the first step" in line]
+    return [line for line in logged.getvalue().splitlines() if "waits for the first step" in line]
 
 
-@pytest.mark.parametrize("silence", [0.2, 60.0])
-def test_a_rank_that_waits_for_the_others_says_so(ranks, silence):
-    for rank, lines in enumerate(ranks(2)(warned, silence)):
-        assert len(lines) == (rank == 0 and silence < 1)
+@pytest.mark.parametrize("delay_s", [0.2, 60.0])
+def test_a_rank_that_waits_for_its_peers_logs_it(ranks, delay_s):
+    for rank, lines in enumerate(ranks(2)(warned, delay_s)):
+        assert len(lines) == (rank == 0 and delay_s < 1)
         assert all("create the same optimizers" in line for line in lines)
-        assert all(f"rank 1 did not reach it within {silence:g} s" in line for line in lines)
+        assert all(f"rank 1 did not reach it within {delay_s:g} s" in line for line in lines)
 
 
-def made_anew(kind: str, by: str, beside: str) -> tuple[list[Record], float]:
-    """In the fourth step some ranks make a new optimizer; return also how long the longest step took.
+def remade(kind: str, by: str, old: str) -> tuple[list[Record], float]:
+    """Make a new optimizer in step 4; return the parameters, and the time of the longest step in s.
 
-    They go on with it, or it steps once, before or after the one that they have; or they go on with it after both have
-    stepped, or make it before the backward. In these cases the old one is gone.
+    Args:
+        kind: "same" for two optimizers of one class, "other" for two classes.
+        by: The ranks that make the new optimizer: "all", or "one" for rank 0.
+        old: The use of the old optimizer. "": the new one replaces it. "before", "after": the new one steps once,
+            before or after the old one, which continues. "alone": the new one replaces it after both have stepped.
+            "early": the new one replaces it before the backward.
     """
     model = ddp(net())
-    opt = OPTIMIZERS["sgd" if kind == "same" else "adamw"](model.parameters())
+    current = OPTIMIZERS["sgd" if kind == "same" else "adamw"](model.parameters())
     records, longest = [], 0.0
     for step in range(8):
-        anew = step == 4 and (by == "all" or dist.get_rank() == 0)
-        if anew and beside == "early":
-            opt = OPTIMIZERS["sgd"](model.parameters())
+        is_remade = step == 4 and (by == "all" or dist.get_rank() == 0)
+        if is_remade and old == "early":
+            current = OPTIMIZERS["sgd"](model.parameters())
         model.zero_grad()
         model(data(step, 5, 6)).square().mean().backward()
         begin = time.monotonic()
-        if anew and beside != "early":
+        if is_remade and old != "early":
             new = OPTIMIZERS["sgd"](model.parameters())
-            opts = {"": [new], "before": [new, opt]}.get(beside, [opt, new])
-            opt = new if beside in ("", "alone") else opt
+            opts = {"": [new], "before": [new, current]}.get(old, [current, new])
+            current = new if old in ("", "alone") else current
         else:
-            opts = [opt]
+            opts = [current]
         while opts:
             opts.pop(0).step()
         longest = max(longest, time.monotonic() - begin)
@@ -130,20 +136,23 @@ def made_anew(kind: str, by: str, beside: str) -> tuple[list[Record], float]:
 def timed_arms(
     loop: Callable[..., tuple[list[Record], float]], *args: Any
 ) -> tuple[Any, Any, dict[str, int], float]:
-    """Return the records of stock and of the feature, its counters, and how long its longest step took."""
+    """Return the records of both arms, the counters of the feature, and the time of its longest step in s."""
     result = both(loop, *args, options={"min_param_numel": 1})
     return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
 
 
-ANEW = [
-    ("same", "all", ""),  # on the same terms
-    ("same", "one", ""),  # momentum differs from then on
+REMADE = [
+    # All ranks still do the same.
+    ("same", "all", ""),
+    # The momentum of rank 0 differs afterwards.
+    ("same", "one", ""),
     ("same", "one", "before"),
     ("same", "one", "after"),
     ("same", "one", "alone"),
     ("same", "one", "early"),
     ("other", "all", ""),
-    ("other", "one", ""),  # ranks differ from then on, as they do under stock
+    # The parameters of ranks diverge afterwards, as in stock PyTorch.
+    ("other", "one", ""),
     ("other", "all", "before"),
     ("other", "one", "before"),
     ("other", "one", "after"),
@@ -158,11 +167,11 @@ ON_THREE = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "by", "beside", "world"),
-    [*((*one, 2) for one in ANEW), *((*one, 3) for one in ON_THREE)],
+    ("kind", "by", "old", "world"),
+    [*((*case, 2) for case in REMADE), *((*case, 3) for case in ON_THREE)],
 )
-def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
-    for stock, patched, counters, longest in ranks(world)(timed_arms, made_anew, kind, by, beside):
+def test_a_new_optimizer_that_one_rank_alone_makes_stalls_no_rank(ranks, world, kind, by, old):
+    for stock, patched, counters, longest in ranks(world)(timed_arms, remade, kind, by, old):
         if world == 2:
             compare(stock, patched).assert_bitwise()
         else:
@@ -170,13 +179,13 @@ def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, k
         assert longest < 50
         is_agreed = by == "all"
         assert counters["steps"] == (
-            8 + bool(beside) if is_agreed else 4 + (beside in ("after", "alone"))
+            8 + bool(old) if is_agreed else 4 + (old in ("after", "alone"))
         )
         assert (counters["stock_optimizers"] > 0) == (not is_agreed)
 
 
-def beside_accumulation() -> tuple[list[Record], float]:
-    """Rank 0 alone steps an optimizer of its own after a backward after which the others do not step."""
+def while_peers_accumulate() -> tuple[list[Record], float]:
+    """Step a second optimizer on rank 0 alone, after a backward after which its peers accumulate and do not step."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
     records, longest = [], 0.0
@@ -195,14 +204,14 @@ def beside_accumulation() -> tuple[list[Record], float]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_step_of_one_rank_alone_waits_for_no_step_of_the_others(ranks, world):
-    for stock, patched, _, longest in ranks(world)(timed_arms, beside_accumulation):
+def test_a_step_of_one_rank_alone_waits_for_no_step_of_its_peers(ranks, world):
+    for stock, patched, _, longest in ranks(world)(timed_arms, while_peers_accumulate):
         compare(stock, patched).assert_equal()
         assert longest < 50
 
 
 def one_of_two(which: str) -> tuple[list[Record], float]:
-    """Each rank steps two optimizers; in the fourth step rank 0 steps a new one in the second one's place."""
+    """Step two optimizers on each rank; in step 4, rank 0 replaces the second one by a new optimizer."""
     model = ddp(net())
     params_of = list(model.parameters())
     opts = [OPTIMIZERS["adamw"](params_of[:2]), OPTIMIZERS["adamw"](params_of[2:])]
@@ -223,8 +232,8 @@ def one_of_two(which: str) -> tuple[list[Record], float]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("which", ["its own", "all"])
-def test_of_two_optimizers_one_is_made_anew_by_one_rank(ranks, world, which):
-    """One rule: what ranks do not do together ends the sharding of all optimizers over the model, on all ranks."""
+def test_of_two_optimizers_one_is_replaced_on_one_rank(ranks, world, which):
+    """Check one rule: if ranks step differently, all optimizers over the model fall back, on all ranks."""
     for stock, patched, counters, longest in ranks(world)(timed_arms, one_of_two, which):
         compare(stock, patched).assert_equal()
         assert longest < 50
@@ -233,10 +242,11 @@ def test_of_two_optimizers_one_is_made_anew_by_one_rank(ranks, world, which):
 
 
 def local_first() -> Any:
-    """Rank 0 adds to its gradients under no_sync() from the first step on, the others do not."""
+    """Add to the gradients of rank 0 under no_sync(), from the first step on, and not on its peers."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())
-    for number in range(2):  # in the second forward ranks agree on buckets, as under stock
+    # In the second forward ranks agree on buckets, as in stock PyTorch.
+    for number in range(2):
         model(data(number, 5, 6)).square().mean().backward()
     records, longest = [], 0.0
     for step in range(3):
@@ -254,7 +264,7 @@ def local_first() -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_hear_at_the_first_step_that_one_is_local(ranks, world):
+def test_peers_of_a_rank_with_local_gradients_fall_back_at_the_first_step(ranks, world):
     for stock, patched, counters, longest in ranks(world)(timed_arms, local_first):
         compare(stock, patched).assert_equal()
         assert counters["steps"] == 0
@@ -263,17 +273,17 @@ def test_ranks_hear_at_the_first_step_that_one_is_local(ranks, world):
 
 
 class Zero(ZeroRedundancyOptimizer):
-    """A class of our own: torch wraps ``step`` of each class that is instantiated, which guards would notice."""
+    """A class of this test. torch wraps ``step`` of each class that is instantiated, which guards would detect."""
 
 
 def zero() -> list[Record]:
-    """On rank 1 of the first optimizer's there is nothing: its work is known without asking."""
+    """Train with two optimizers, of which the first has no parameter on rank 1, without any time to agree."""
     # The votes of a group read the timeout when the first model is wrapped.
     with mock.patch.object(agreement, "FIRST_STEP_TIMEOUT_S", 0.0):
         model = ddp(net())
         opts = [
-            Zero(ones, torch.optim.AdamW, lr=0.01)
-            for ones in ([model.module[0].weight], list(model.module[2:].parameters()))
+            Zero(parameters, torch.optim.AdamW, lr=0.01)
+            for parameters in ([model.module[0].weight], list(model.module[2:].parameters()))
         ]
         records = []
         for step in range(STEPS):
@@ -285,17 +295,17 @@ def zero() -> list[Record]:
     return records
 
 
-def test_optimizers_inside_of_zero_redundancy_optimizer_need_no_question(ranks):
+def test_optimizers_inside_of_zero_redundancy_optimizer_fall_back_without_a_call(ranks):
     for rank, result in enumerate(ranks(2)(all_cases, zero, {"": {}})):
         compare(result[""]["stock"], result[""]["patched"]).assert_bitwise()
-        # Both outer ones, and the inner ones that have parameters.
+        # Both outer optimizers fall back, and the inner optimizers that have parameters.
         assert result[""]["counters"]["stock_optimizers"] == (4 if rank == 0 else 3)
 
 
 def in_any_order(kind: str) -> list[Record]:
     model = ddp(net())
-    ones = list(model.parameters())
-    opt = OPTIMIZERS[kind](ones if dist.get_rank() == 0 else ones[::-1])
+    parameters = list(model.parameters())
+    opt = OPTIMIZERS[kind](parameters if dist.get_rank() == 0 else parameters[::-1])
     return train_steps(model, opt, STEPS)
 
 
@@ -307,7 +317,7 @@ def test_the_order_of_parameters_does_not_matter(ranks, kind):
 
 
 def over_two_groups() -> tuple[list[Record], int]:
-    """Ranks 1 and 2 disagree in their group; rank 0, which is in the other one, must hear of it."""
+    """Let ranks 1 and 2 disagree in their group, which rank 0, a member of the first group, must learn from rank 1."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     rank = dist.get_rank()
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
@@ -316,8 +326,8 @@ def over_two_groups() -> tuple[list[Record], int]:
             for number, group in enumerate(groups)
             if rank in (number, number + 1)
         ]
-        ones = [p for model in mine for p in model.parameters()]
-        opt = torch.optim.AdamW(ones[:-1] if rank == 2 else ones, 0.01)
+        parameters = [p for model in mine for p in model.parameters()]
+        opt = torch.optim.AdamW(parameters[:-1] if rank == 2 else parameters, 0.01)
         records = []
         for step in range(STEPS):
             opt.zero_grad()
@@ -331,15 +341,15 @@ def over_two_groups() -> tuple[list[Record], int]:
         return records, find_sharded(opt) is not None
 
 
-def test_a_disagreement_in_one_group_is_known_in_the_others(ranks):
+def test_a_disagreement_in_one_group_reaches_the_other_groups(ranks):
     results = ranks(3)(over_two_groups)
-    assert [divided for _, divided in results] == [False, False, False]
+    assert [is_sharded for _, is_sharded in results] == [False, False, False]
     first, second = results[0][0], results[1][0]
     compare(first, second[::2]).assert_bitwise()
 
 
 def kept() -> list[bool]:
-    """Make an optimizer anew on all ranks; return whether the first one's shards exist before and after its step."""
+    """Replace an optimizer on all ranks; return whether the shards of the first one exist before and after the step."""
     with apply({"min_param_numel": 1}):
         model = ddp(net())
         opt = OPTIMIZERS["adamw"](model.parameters())
@@ -363,7 +373,7 @@ def trained(model: DistributedDataParallel, step: int) -> None:
     model(data(step, 5, 6)).square().mean().backward()
 
 
-def test_shards_of_a_dropped_optimizer_go_before_the_next_one_makes_its_own(ranks):
-    # Until ranks agree on the next one, a rank may go on with the first one and ask for its shards.
+def test_shards_of_a_dropped_optimizer_are_freed_in_the_step_of_the_next_one(ranks):
+    # Until ranks agree on the next optimizer, a peer may continue with the first one and read its shards.
     for found in ranks(2)(kept):
         assert found == [True, False]

@@ -17,7 +17,8 @@ from tests.plugins.dist_optimizer.checks import apply
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
 
-#: Steps in which one rank's gradient has an infinity: gradients are in parts by then, and between them the scale grows.
+# The steps in which the gradient of one rank has an infinity. Gradients are sharded by then, and between these steps
+# the scale grows.
 SPOILT = (3, 8)
 
 
@@ -31,7 +32,7 @@ def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str
     now = [0]
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:
-        # After the average only the owner of the last element has the infinity in its part.
+        # After the average, only the shard with the last element has the infinity.
         if now[0] in SPOILT and dist.get_rank() == culprit:
             grad = grad.clone()
             grad.view(-1)[-1] = float("inf")
@@ -72,9 +73,8 @@ def check(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_skip_together(ranks, world):
-    fused = (
-        [False, True] if world == 2 else [False]
-    )  # the fused kernel takes the same infinity from the scaler
+    # The fused kernel reads the infinity from the scaler like the other kernels, so two ranks are enough.
+    fused = [False, True] if world == 2 else [False]
     cases = table(unscale=[True], clip=[False, True], fused=fused, culprit=[0])
     cases |= table(unscale=[False], clip=[False], fused=fused, culprit=[0])
     check_all(ranks(world)(all_both, train, cases, apply=apply), check=check)

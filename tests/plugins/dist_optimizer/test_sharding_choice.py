@@ -1,4 +1,4 @@
-"""``shard=auto``: on which side of the border a model is, alike on all ranks; where off, a step costs nothing."""
+"""``shard=auto``: all ranks find the same side of the threshold, and an unsharded model costs no call in a step."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from tests.support.hosts import fake_hosts
 STEPS = 6
 NCCL, GLOO = ("nccl", "cuda"), ("gloo", "cpu")
 AUTO = {"shard": "auto"}
-SPARED = 20  # elements a tensor of net() on two ranks, of those that can be sharded
+# The elements that sharding saves on each of two ranks, per tensor of net() that can be sharded.
+SAVED = 20
 
 
 def facts(mean: float, world: int, backend: tuple[str, str] = NCCL) -> ModelFacts:
-    """A model of 100 fp32 tensors of ``mean`` million elements."""
+    """Return a model of 100 fp32 tensors with a mean size of ``mean`` million elements."""
     numel = int(100e6 * mean)
     return ModelFacts(100, numel, 4 * numel, world, backend)
 
@@ -42,9 +43,10 @@ def facts(mean: float, world: int, backend: tuple[str, str] = NCCL) -> ModelFact
 @pytest.mark.parametrize(
     ("model", "on"),
     [
-        # As measured (milliseconds: ddp alone, with shards).
-        (facts(10.2, 2), False),  # 73.7, 70.0; with blocks compiled 70.1, 86.9
-        (facts(10.2, 8), False),  # compiled 63.5, 55.6, but without peers
+        # Trailing comments have measurements in ms: ddp alone, and with shards.
+        (facts(10.2, 2), False),  # 73.7, 70.0; compiled 70.1, 86.9
+        # Compiled 63.5, 55.6, but measured without peers.
+        (facts(10.2, 8), False),
         (facts(21.4, 2), True),  # compiled 136.3, 129.6
         (facts(2.76, 2), False),  # 41.6, 55.2
         (facts(20.2, 8), True),
@@ -57,20 +59,20 @@ def facts(mean: float, world: int, backend: tuple[str, str] = NCCL) -> ModelFact
         (ModelFacts(0, 0, 0, 8, NCCL), False),
     ],
 )
-def test_both_sides_of_the_border(model, on):
+def test_both_sides_of_the_threshold(model, on):
     assert (model.objection() == "") is on
 
 
 @pytest.mark.parametrize("backend", MIN_SAVED_NUMEL)
 @pytest.mark.parametrize("world", [2, 8])
-def test_the_border_is_what_a_tensor_spares_a_rank(backend, world):
+def test_the_threshold_is_the_number_of_elements_a_tensor_saves_on_a_rank(backend, world):
     least = MIN_SAVED_NUMEL[backend] * world // (world - 1) + 1
     model = ModelFacts(7, 7 * least, 28 * least, world, backend)
     assert model.objection() == ""
     assert dataclasses.replace(model, numel=model.numel - 14).objection() != ""
 
 
-def test_the_choice_in_words():
+def test_the_texts_of_the_choice():
     assert (
         facts(38.0, 8).gain() == "3.8B parameters on 8 ranks save 24.8 GiB of AdamW's state a rank"
     )
@@ -87,16 +89,16 @@ def test_the_choice_in_words():
     ).objection_to_hosts(2)
 
 
-# --- what ranks do ---
+# --- choices of ranks ---
 
 
-def border(least: int) -> Any:
-    """Place the border between models elsewhere on gloo."""
+def saved_threshold(least: int) -> Any:
+    """Set the threshold on gloo: the elements that a tensor must save on a rank."""
     return mock.patch.dict(MIN_SAVED_NUMEL, {GLOO: least})
 
 
 def train(how: str = "") -> list[Record]:
-    """Train; the wrapper may be a copy, or be followed by another whose model is left whole."""
+    """Train. The wrapper may be a copy, or a second wrapper that is not sharded may follow."""
     inner = net()
     model = ddp(inner)
     if how == "copied":
@@ -104,14 +106,14 @@ def train(how: str = "") -> list[Record]:
     opt = OPTIMIZERS["adamw"](model.parameters())
     records = train_steps(model, opt, STEPS)
     if how == "wrapped again":
-        with border(SPARED + 1):
+        with saved_threshold(SAVED + 1):
             model = ddp(inner)
         records += train_steps(model, opt, STEPS)
     return records
 
 
 def chosen(least: int, options: dict[str, Any], how: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Train stock and patched; return both, and what the report of the patched arm remarks."""
+    """Train stock and patched; return both arms, and the remarks of the patched arm."""
     remarks: list[str] = []
 
     def loop() -> list[Record]:
@@ -119,7 +121,7 @@ def chosen(least: int, options: dict[str, Any], how: str = "") -> tuple[dict[str
         remarks[:] = ovpatch.report()["dist_optimizer"].remarks
         return records
 
-    with border(least), mock.patch.object(report, "_remarks", []):
+    with saved_threshold(least), mock.patch.object(report, "_remarks", []):
         return both(loop, options=options), remarks
 
 
@@ -127,8 +129,8 @@ def only_of_choice(remarks: list[str]) -> list[str]:
     return [text for text in remarks if "shard=auto" in text]
 
 
-def test_where_a_step_would_be_longer_nothing_is_sharded(ranks):
-    results = ranks(2)(chosen, SPARED + 1, AUTO)
+def test_a_model_whose_step_would_be_longer_is_not_sharded(ranks):
+    results = ranks(2)(chosen, SAVED + 1, AUTO)
     check([result for result, _ in results], steps=0)
     for result, remarks in results:
         assert {name: result["counters"][name] for name in vars(Counters())} == dict.fromkeys(
@@ -139,11 +141,11 @@ def test_where_a_step_would_be_longer_nothing_is_sharded(ranks):
             "the limit; a step "
             "could be longer (shard=always would save 0.0 MiB of AdamW's state a rank)"
         ]
-        assert not any("nothing to divide" in text for text in remarks)
+        assert not any("nothing to shard" in text for text in remarks)
 
 
-def test_where_it_would_not_all_is_sharded(ranks):
-    results = ranks(2)(chosen, SPARED, AUTO)
+def test_a_model_whose_step_would_not_be_longer_is_sharded(ranks):
+    results = ranks(2)(chosen, SAVED, AUTO)
     check([result for result, _ in results], steps=STEPS)
     for _, remarks in results:
         assert only_of_choice(remarks) == [
@@ -153,13 +155,13 @@ def test_where_it_would_not_all_is_sharded(ranks):
 
 
 @pytest.mark.parametrize("options", [{}, {"shard": "always"}])
-def test_always_asks_nothing(ranks, options):
-    results = ranks(2)(chosen, SPARED + 1, options)
+def test_always_shards_without_a_choice(ranks, options):
+    results = ranks(2)(chosen, SAVED + 1, options)
     check([result for result, _ in results], steps=STEPS)
     assert [only_of_choice(remarks) for _, remarks in results] == [[], []]
 
 
-def test_ranks_decide_alike_where_they_know_different_borders(ranks):
+def test_ranks_with_different_thresholds_decide_the_same(ranks):
     results = ranks(2)(chosen_by_rank)
     check([result for result, _ in results], steps=0)
     ((first,), (second,)) = (only_of_choice(remarks) for _, remarks in results)
@@ -168,11 +170,11 @@ def test_ranks_decide_alike_where_they_know_different_borders(ranks):
 
 
 def chosen_by_rank() -> tuple[dict[str, Any], list[str]]:
-    return chosen(SPARED + dist.get_rank(), AUTO)
+    return chosen(SAVED + dist.get_rank(), AUTO)
 
 
-def test_an_optimizer_goes_on_where_its_model_is_wrapped_again_and_whole(ranks):
-    results = ranks(2)(chosen, SPARED, AUTO, "wrapped again")
+def test_an_optimizer_continues_as_in_torch_if_its_model_is_wrapped_again_unsharded(ranks):
+    results = ranks(2)(chosen, SAVED, AUTO, "wrapped again")
     check([result for result, _ in results], steps=STEPS, stock=1)
     for result, remarks in results:
         assert result["counters"]["steps"] == STEPS
@@ -181,8 +183,8 @@ def test_an_optimizer_goes_on_where_its_model_is_wrapped_again_and_whole(ranks):
         assert "off: " in second
 
 
-def test_a_copy_of_a_wrapper_stays_whole(ranks):
-    results = ranks(2)(chosen, SPARED, AUTO, "copied")
+def test_a_copy_of_a_wrapper_is_not_sharded(ranks):
+    results = ranks(2)(chosen, SAVED, AUTO, "copied")
     check([result for result, _ in results], steps=0)
     for _, remarks in results:
         original, copied = only_of_choice(remarks)
@@ -190,8 +192,8 @@ def test_a_copy_of_a_wrapper_stays_whole(ranks):
         assert "off: its ranks did not build it together" in copied
 
 
-def test_ranks_on_several_hosts_stay_whole(ranks):
-    results = ranks(2)(chosen_on_hosts, SPARED)
+def test_a_model_on_several_hosts_is_not_sharded(ranks):
+    results = ranks(2)(chosen_on_hosts, SAVED)
     check([result for result, _ in results], steps=0)
     for _, remarks in results:
         assert ["not measured on 2 hosts" in text for text in only_of_choice(remarks)] == [True]
@@ -202,10 +204,11 @@ def chosen_on_hosts(least: int) -> tuple[dict[str, Any], list[str]]:
         return chosen(least, AUTO)
 
 
-def test_main_parameters_are_not_left_out():
+def test_main_parameters_shard_without_a_choice():
     model, prepared = nn.Linear(4, 4).bfloat16(), list[str]()
     options = {"main_params_in_fp32": True, "min_param_numel": 16384}
-    group: Any = None  # asked for nothing
+    # The choice must not use the group.
+    group: Any = None
     params = list(model.parameters())
 
     def prepare() -> str:
@@ -215,14 +218,15 @@ def test_main_parameters_are_not_left_out():
     assert sharding_choice.choose_sharding(
         options, prepare, model, params, group, sparse=(), together=True
     )
-    assert prepared == []  # all patches are there from apply() on
+    # apply() has already applied all patches.
+    assert prepared == []
 
 
-# --- what a step calls ---
+# --- calls of a step ---
 
 
 class Owner(nn.Module):
-    """One module with any number of parameters."""
+    """A module with any number of parameters."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -239,7 +243,7 @@ class Owner(nn.Module):
 
 
 def calls_of_step(options: dict[str, Any], count: int) -> dict[str, int]:
-    """Return how often one warm step calls each function of the feature and of what reads its tensors."""
+    """Count the calls of one warm step, by function, in the feature and in the code that reads its tensors."""
     found: collections.Counter[str] = collections.Counter()
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
@@ -250,7 +254,7 @@ def calls_of_step(options: dict[str, Any], count: int) -> dict[str, int]:
             found[f"{module}.{frame.f_code.co_name}"] += 1
 
     with (
-        border(2**40),
+        saved_threshold(2**40),
         ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options}),
     ):
         model = DistributedDataParallel(Owner(count))
@@ -269,10 +273,9 @@ def calls_by_size(options: dict[str, Any]) -> list[dict[str, int]]:
     return [calls_of_step(options, count) for count in (2, 40)]
 
 
-def test_where_off_no_parameter_costs_a_call(ranks):
+def test_without_shards_no_parameter_costs_a_call(ranks):
     for few, many in ranks(2)(calls_by_size, AUTO):
         assert few == many
-    for few, many in ranks(2)(
-        calls_by_size, {"shard": "always"}
-    ):  # what is counted does grow there
+    # With shards the count grows, so the profile does see calls for each parameter.
+    for few, many in ranks(2)(calls_by_size, {"shard": "always"}):
         assert sum(many.values()) > sum(few.values()) + 40

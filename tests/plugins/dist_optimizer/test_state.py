@@ -1,4 +1,4 @@
-"""Optimizer state as user code sees it: whole, on any rank alone, and in stock's layout."""
+"""Optimizer state as user code sees it: full, readable on any rank alone, and in the layout of stock PyTorch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def all_ranks(optimizer: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_state_dict_is_stocks(ranks, world, optimizer):
+def test_state_dict_equals_the_one_of_stock_pytorch(ranks, world, optimizer):
     for result in same_bits(ranks(world)(both, all_ranks, optimizer)):
         counters = result["counters"]
         assert counters["state_reads"] > 0
@@ -131,8 +131,8 @@ def test_one_rank_alone_reads_the_state(ranks, rank):
     check_all(results, check=check_reader, rank=rank)
 
 
-def loaded_one_after_the_other(first: int) -> list[Any]:
-    """One rank loads, and reads what it has loaded, while the other still reads what there was before."""
+def loaded_sequentially(first: int) -> list[Any]:
+    """Load on rank ``first`` and read the loaded state, while its peer still reads the old state."""
     model, opt = build()
     step(model, opt, 0)
     old = copy.deepcopy(on_cpu(opt.state_dict()))
@@ -152,8 +152,8 @@ def loaded_one_after_the_other(first: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_load_one_after_the_other_read_what_stock_shows(ranks, first):
-    same_bits(ranks(2)(both, loaded_one_after_the_other, first))
+def test_ranks_that_load_sequentially_read_the_same_as_in_stock_pytorch(ranks, first):
+    same_bits(ranks(2)(both, loaded_sequentially, first))
 
 
 def loaded_on_one_rank_alone() -> list[Any]:
@@ -173,7 +173,7 @@ def test_a_rank_that_loads_alone_finds_its_peers_after_the_next_step(ranks):
 
 
 def handed_over(first_patched: bool) -> list[dict[str, torch.Tensor]]:
-    """Train four steps one way, save, and four the other way."""
+    """Train four steps stock or patched, save, and train four steps the other way; return it, and all steps stock."""
 
     def part(patched: bool, checkpoint: Any, numbers: range) -> Any:
         with apply() if patched else contextlib.nullcontext():
@@ -198,7 +198,7 @@ def _replace(opt: torch.optim.Optimizer, states: list[dict[str, Any]]) -> None:
         opt.state[param] = {name: value.clone() for name, value in opt.state[param].items()}
 
 
-#: What a script may do to the state between two steps.
+# The changes that a script may make to the state between two steps.
 EDITS: dict[str, Callable[[torch.optim.Optimizer, list[dict[str, Any]]], Any]] = {
     "read": lambda opt, states: [value.sum() for value in states[1].values()],
     "value": lambda opt, states: states[1].update(exp_avg=torch.ones_like(states[1]["exp_avg"])),
@@ -213,7 +213,7 @@ EDITS: dict[str, Callable[[torch.optim.Optimizer, list[dict[str, Any]]], Any]] =
 
 
 def edited(edit: str, again: bool) -> list[dict[str, Any]]:
-    """Change the state by hand after steps that have left it alone, once or before two steps running."""
+    """Change the state by hand after steps that did not read it, once or before two successive steps."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -234,13 +234,13 @@ def check_edited(results: list[dict[str, Any]]) -> None:
         assert result["counters"]["steps"] >= 6
 
 
-def test_state_that_is_changed_between_steps_is_what_the_next_step_takes(ranks):
+def test_the_next_step_uses_state_that_was_changed_between_steps(ranks):
     results = ranks(2)(all_both, edited, table(edit=EDITS, again=[False, True]), apply=apply_all)
     check_all(results, check=check_edited)
 
 
 def misplaced() -> str:
-    """Give two parameters each other's state, unread; return the error of the next step."""
+    """Swap the unread state of two parameters; return the error of the next step."""
     with apply_all():
         model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -267,7 +267,7 @@ def apply_all() -> Any:
 
 
 def moved() -> list[Any]:
-    """Memory that the script takes from a parameter is freed, and the next step works on what it has instead."""
+    """Give a parameter new memory in each step; return whether the old memory was freed, and the new values."""
     model, opt = build()
     records: list[Any] = []
     for number in range(5):
@@ -287,7 +287,10 @@ def test_memory_of_a_parameter_that_moves_is_freed(ranks):
 
 
 def unreadable() -> list[bool]:
-    """What raises while a step ends must not leave its version open: peers would wait for its end."""
+    """Raise at the end of a step; return whether the state can be read.
+
+    The step must end its version, because peers would wait for the end.
+    """
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model, opt = trained(4)
         (source,) = {
@@ -302,7 +305,8 @@ def unreadable() -> list[bool]:
                 raise MemoryError("not really")
 
         source._write_back_param = keep_made
-        for state in opt.state.values():  # so that the next step looks at it
+        # The next step writes state back that was read.
+        for state in opt.state.values():
             state["exp_avg"].sum()
         with pytest.raises(MemoryError):
             step(model, opt, 4)
@@ -313,19 +317,20 @@ def unreadable() -> list[bool]:
     return [bool(value.isfinite().all()) for value in found]
 
 
-def test_a_step_that_ends_badly_ends(ranks):
+def test_a_step_that_raises_at_its_end_ends_its_version(ranks):
     for result in ranks(2)(unreadable):
         assert result
         assert all(result)
 
 
-def asked_inside() -> dict[str, Any]:
-    """While an optimizer updates, another thread asks for its state, and so does the update itself."""
+def read_inside_of_a_step() -> dict[str, Any]:
+    """Read the state on another thread, and in the update itself, while an optimizer updates."""
     model, opt = build()
-    cls = type(opt)  # Dynamo gives every class a function of its own
+    # Dynamo gives each class its own function.
+    cls = type(opt)
     init_group, found = cls._init_group, dict[str, Any](failed="")
 
-    def asking(optimizer: torch.optim.Adam, *args: Any) -> Any:
+    def init_and_read(optimizer: torch.optim.Adam, *args: Any) -> Any:
         result = init_group(optimizer, *args)
         thread = threading.Thread(
             target=lambda: found.update(other=copy.deepcopy(opt.state_dict()))
@@ -341,7 +346,7 @@ def asked_inside() -> dict[str, Any]:
 
     for number in range(3):
         step(model, opt, number)
-    with mock.patch.object(cls, "_init_group", asking):
+    with mock.patch.object(cls, "_init_group", init_and_read):
         step(model, opt, 3)
     found.pop("thread").join(30)
     after = on_cpu(opt.state_dict())
@@ -354,8 +359,8 @@ def asked_inside() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_state_dict_in_the_middle_of_a_step_waits_or_says_when_to_ask(ranks, world):
-    for result in ranks(world)(both, asked_inside):
+def test_state_dict_in_the_middle_of_a_step_waits_on_another_thread_and_else_raises(ranks, world):
+    for result in ranks(world)(both, read_inside_of_a_step):
         stock, patched = result["stock"], result["patched"]
         assert stock["shapes"] == patched["shapes"]
         assert not stock["failed"]
@@ -366,7 +371,7 @@ def test_state_dict_in_the_middle_of_a_step_waits_or_says_when_to_ask(ranks, wor
 
 
 def in_child(read: Callable[[], Any]) -> Any:
-    """Return what a function returns, or the error that it raises, in a forked child."""
+    """Return the result of a function, or the text of its error, from a forked child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -377,7 +382,8 @@ def in_child(read: Callable[[], Any]) -> Any:
                 found = str(error)
             with open(writer, "wb") as file:
                 torch.save(found, file)
-        finally:  # whatever raises, this process is no worker
+        finally:
+            # The child must not continue as a worker of the pool, even after an error.
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
@@ -387,7 +393,7 @@ def in_child(read: Callable[[], Any]) -> Any:
 
 
 class StateReader(Dataset):
-    """A data set that looks at the training that it is for."""
+    """A data set that reads the state of the training that uses it."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
@@ -409,8 +415,9 @@ READS = {
 
 
 def forked(what: str, optimizer: str, loader: bool) -> list[Any]:
-    """Return what a child reads, or its error, what a child reads after its parent has, and the state at the end."""
-    torch.set_num_threads(1)  # threads of OpenMP are not in a child
+    """Return the reads of a child, or its error, of its parent, and of a second child, and the state at the end."""
+    # A forked child does not have the threads of OpenMP.
+    torch.set_num_threads(1)
     model = DistributedDataParallel(net())
     opt = FORKED_OPTIMIZERS[optimizer](model.parameters())
     for number in range(3):
@@ -432,15 +439,14 @@ def forked(what: str, optimizer: str, loader: bool) -> list[Any]:
         found = in_child(read)
     own = copy.deepcopy(read())
     again = own if what == "state_dict" else in_child(read)
-    dist.barrier()  # until now no rank steps
+    # No rank may step before all children have read.
+    dist.barrier()
     step(model, opt, 3)
     return [found, own, again, copy.deepcopy(on_cpu(opt.state_dict()))]
 
 
-FORKED_OPTIMIZERS = {
-    "adamw": OPTIMIZERS["adamw"],
-    "adafactor": torch.optim.Adafactor,
-}  # by shards, by owners
+# AdamW keeps state by shards, and Adafactor by owners of full parameters.
+FORKED_OPTIMIZERS = {"adamw": OPTIMIZERS["adamw"], "adafactor": torch.optim.Adafactor}
 FORKED = table(what=READS, optimizer=["adamw"], loader=[False, True]) | table(
     what=["state"], optimizer=["adafactor"], loader=[False]
 )
@@ -463,23 +469,21 @@ def check_forked(results: list[dict[str, Any]]) -> None:
         assert result["counters"]["steps"] == 4
 
 
-# --- checkpoints by functions of torch.distributed.checkpoint, and by one rank while the others have finished ---
+# --- checkpoints by functions of torch.distributed.checkpoint, and by one rank after its peers have finished ---
 
 
 def into_several() -> list[dict[str, Any]]:
-    """Load into optimizers that have never stepped, of models that have never run; torch lets them step for that."""
+    """Load into optimizers that never stepped, of models that never ran. For the load, torch makes them step."""
     model, opt = trained(4)
     found = copy.deepcopy(dcp.get_optimizer_state_dict(model, opt))
-    others = [build() for _ in range(2)]
-    for other, opt2 in others:
-        dcp.set_optimizer_state_dict(other, opt2, copy.deepcopy(found))
+    new = [build() for _ in range(2)]
+    for new_model, new_opt in new:
+        dcp.set_optimizer_state_dict(new_model, new_opt, copy.deepcopy(found))
     records = []
-    for other, opt2 in others:
-        step(other, opt2, 5)
-        state = copy.deepcopy(dcp.get_optimizer_state_dict(other, opt2))
-        records.append(
-            {"state": state, "after": {n: p.detach().clone() for n, p in other.named_parameters()}}
-        )
+    for new_model, new_opt in new:
+        step(new_model, new_opt, 5)
+        state = copy.deepcopy(dcp.get_optimizer_state_dict(new_model, new_opt))
+        records.append({"state": state, "after": params(new_model)})
     return records
 
 
@@ -509,7 +513,7 @@ def test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict(ran
 
 
 def saved_last() -> Any:
-    """Rank 1 destroys its group while rank 0 is still to save."""
+    """Destroy the group of rank 1 before rank 0 saves."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         _model, opt = trained(4)
         found = None
@@ -526,8 +530,8 @@ def saved_by_stock() -> Any:
 
 
 def read_as_the_peer_steps() -> dict[str, Any]:
-    """Read before a step, on rank 1 only once rank 0 waits for it in its own step, or has ended that."""
-    # As on GPUs, where no vote makes ranks wait for each other before a step changes anything.
+    """Read before a step, on rank 1 only once rank 0 waits for it in its own step, or has ended that step."""
+    # On GPUs, no vote makes ranks wait for each other before a step changes anything.
     with apply(), mock.patch.object(ShardedGrads, "has_step_votes", False):
         model, opt = trained(3)
         opt.zero_grad()
@@ -548,6 +552,6 @@ def read_as_the_peer_steps() -> dict[str, Any]:
         return read
 
 
-def test_a_rank_that_has_read_leaves_its_peers_the_time_to_read_as_well(ranks):
+def test_a_rank_that_has_read_waits_until_its_peers_have_read_as_well(ranks):
     first, second = ranks(2)(read_as_the_peer_steps)
     compare([first], [second]).assert_bitwise()

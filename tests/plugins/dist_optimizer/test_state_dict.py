@@ -1,4 +1,4 @@
-"""What ``state_dict()`` returns is fetched when it is read, by the rank that reads."""
+"""The tensors that ``state_dict()`` returns are fetched when they are read, by the rank that reads."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def one_reader(reader: str, steps_before_read: int = 0) -> list[Any]:
-    """All ranks call ``state_dict()`` and keep what it returns; rank 0 alone reads it."""
+    """Call ``state_dict()`` on all ranks and keep the result; read it on rank 0 alone."""
     model, opt = build()
     records = []
     for number in range(4):
@@ -91,7 +91,8 @@ def one_reader(reader: str, steps_before_read: int = 0) -> list[Any]:
     return records
 
 
-@pytest.mark.parametrize(  # what a reader fetches of two peers does not depend on what it then does with it
+# On three ranks two readers are enough, because fetches from two peers do not depend on the use of the values.
+@pytest.mark.parametrize(
     ("reader", "world"), [*((reader, 2) for reader in READERS), ("save", 3), ("backwards", 3)]
 )
 def test_the_reader_alone_fetches(ranks, world, reader):
@@ -112,7 +113,7 @@ def test_an_unread_state_dict_shows_the_live_state(ranks, steps):
 
 
 def read_in_part() -> None:
-    """A state dict of which something was read is of that moment, whatever is read later."""
+    """Read a part of a state dict, step, and read the rest, which must have the values of the first read."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
         model, opt = trained(3)
         wanted = copy.deepcopy(opt.state_dict())
@@ -131,12 +132,12 @@ def read_in_part() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_state_dict_is_of_one_moment(ranks, world):
+def test_a_partly_read_state_dict_keeps_the_values_of_one_moment(ranks, world):
     ranks(world)(read_in_part)
 
 
 def one_tensor_each() -> list[int]:
-    """Each rank reads some tensors alone, as each rank of torch.distributed.checkpoint saves some."""
+    """Read some tensors on each rank alone, as each rank of torch.distributed.checkpoint saves some."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
         model, opt = build()
         step(model, opt, 0)
@@ -148,27 +149,28 @@ def one_tensor_each() -> list[int]:
         return [count_pulled() - before, sum(v.nbytes for s in found.values() for v in s.values())]
 
 
-def test_what_is_not_read_is_not_fetched(ranks):
-    for pulled, whole in ranks(2)(one_tensor_each):
-        assert 0 < pulled < 0.35 * whole  # half of that is on this rank
+def test_unread_tensors_are_not_fetched(ranks):
+    for pulled, total in ranks(2)(one_tensor_each):
+        # Half of the bytes are on this rank, and it reads about half of the tensors.
+        assert 0 < pulled < 0.35 * total
 
 
 def loaded(same: bool) -> list[Any]:
     model, opt = trained(3)
     found = opt.state_dict()
-    other = opt if same else torch.optim.AdamW(model.parameters(), 0.02)
+    target = opt if same else torch.optim.AdamW(model.parameters(), 0.02)
     if not same:
-        step(model, other, 9)
-    other.load_state_dict(found)
-    records = [copy.deepcopy(other.state_dict()["state"])]
-    step(model, other, 4)
+        step(model, target, 9)
+    target.load_state_dict(found)
+    records = [copy.deepcopy(target.state_dict()["state"])]
+    step(model, target, 4)
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return [*records, copy.deepcopy(other.state_dict()["state"]), params]
+    return [*records, copy.deepcopy(target.state_dict()["state"]), params]
 
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("world", [2, 3])
-def test_it_is_loaded(ranks, world, same):
+def test_an_unread_state_dict_can_be_loaded(ranks, world, same):
     for result in ranks(world)(both, loaded, same, options=ALL):
         compare(result["stock"], result["patched"]).assert_equal()
         assert result["counters"]["steps"] > 0
@@ -184,12 +186,12 @@ def held_while_other_state_is_loaded() -> list[Any]:
     return [copy.deepcopy(found["state"]), copy.deepcopy(opt.state_dict()["state"])]
 
 
-def test_what_is_held_while_other_state_is_loaded_keeps_its_content(ranks):
+def test_a_state_dict_keeps_its_content_while_other_state_is_loaded(ranks):
     same_bits(ranks(2)(both, held_while_other_state_is_loaded, options=ALL))
 
 
 def optimizer_deleted() -> list[Any]:
-    """The optimizer is dropped, and then its state on other ranks, by a further backward."""
+    """Drop the optimizer, and step a second one, whose backward makes the ranks drop the first state."""
     model, opt = trained(3)
     found = opt.state_dict()
     del opt
@@ -203,7 +205,7 @@ def optimizer_deleted() -> list[Any]:
     return records
 
 
-def test_it_survives_its_optimizer(ranks):
+def test_a_state_dict_survives_its_optimizer(ranks):
     result, _ = ranks(2)(both, optimizer_deleted, options=ALL)
     compare(result["stock"], result["patched"]).assert_bitwise()
 
@@ -223,23 +225,24 @@ def reverted(read_before: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("read_before", [True, False])
-def test_it_survives_a_revert(ranks, read_before):
+def test_a_state_dict_survives_a_revert(ranks, read_before):
     for wanted, found in ranks(2)(reverted, read_before):
         assert len(wanted) > 1
         compare([wanted], [found]).assert_bitwise()
 
 
-def stood_down() -> list[Any]:
+def fallen_back() -> list[Any]:
     model, opt = trained(3)
     found = opt.state_dict()
     with model.no_sync():
         model(data(7, 5, 6)).square().mean().backward()
-    opt.step()  # which leaves it stock
+    # After a step on local gradients the optimizer falls back.
+    opt.step()
     return [copy.deepcopy(found["state"])]
 
 
-def test_it_survives_its_optimizers_standing_down(ranks):
-    for result in same_bits(ranks(2)(both, stood_down, options=ALL)):
+def test_a_state_dict_survives_the_fallback_of_its_optimizer(ranks):
+    for result in same_bits(ranks(2)(both, fallen_back, options=ALL)):
         assert result["counters"]["stock_optimizers"] == 1
 
 
@@ -255,14 +258,14 @@ def destroyed_half_read() -> list[Any]:
     return [copy.deepcopy(found["state"])] if dist.get_rank() == 0 else []
 
 
-def test_the_rest_of_what_was_read_is_fetched_before_the_process_group_ends(ranks):
+def test_the_rest_of_a_partly_read_state_dict_is_fetched_before_the_group_is_destroyed(ranks):
     result, _ = ranks(2)(both, destroyed_half_read, options=ALL)
     compare(result["stock"], result["patched"]).assert_bitwise()
     assert len(result["patched"][0]) > 1
 
 
 def in_a_thread() -> list[Any]:
-    """A thread saves what the main thread was given, while that goes on."""
+    """Save a state dict on a thread while the main thread continues to train."""
     model, opt = trained(3)
     found, begun, saved = opt.state_dict(), threading.Event(), list[Any]()
     wanted = copy.deepcopy(opt.state_dict()["state"])
@@ -281,13 +284,13 @@ def in_a_thread() -> list[Any]:
     return [wanted, dict(saved)]
 
 
-def test_a_thread_that_saves_it_meanwhile_gets_one_moment(ranks):
+def test_a_thread_that_saves_during_training_gets_the_values_of_one_moment(ranks):
     for wanted, saved in ranks(2)(patched, in_a_thread):
         compare([wanted], [saved]).assert_bitwise()
 
 
 def too_late() -> str:
-    """Rank 0 reads for the first time after a backward, when the others have gone on to their step, as on GPUs."""
+    """Read on rank 0 for the first time after a backward, when its peer is already in its step, as on GPUs."""
     from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
     model, opt = trained(3)
@@ -303,7 +306,7 @@ def too_late() -> str:
     return str(raised.value) if dist.get_rank() == 0 else ""
 
 
-def test_who_reads_too_late_is_told_how_to_copy_before(ranks):
+def test_a_read_that_is_too_late_is_an_error_with_the_remedy(ranks):
     text, *_ = ranks(2)(patched, too_late, timeout=60)
     assert "copy.deepcopy(optimizer.state_dict())" in text
 
@@ -315,7 +318,7 @@ def patched(function: Callable[[], Any]) -> Any:
         return found
 
 
-def test_state_of_whole_parameters(ranks):
+def test_state_of_full_parameters(ranks):
     for rank, result in enumerate(
         ranks(2)(both, instead, "adafactor", one_reader, "save", 1, options=ALL)
     ):
@@ -350,6 +353,6 @@ def copies_with_sparse_momentum() -> list[Any]:
     return records
 
 
-def test_sparse_state_is_shown_as_it_is(ranks):
+def test_sparse_state_is_returned_sparse(ranks):
     for result in same_bits(ranks(2)(both, copies_with_sparse_momentum)):
         assert result["counters"]["grads_sharded"] > 0

@@ -1,6 +1,6 @@
-"""Optimizers that step inside of the backward: one for each parameter, in a hook on it, or as DDP itself offers it.
+"""Optimizers that step inside of the backward: one for each parameter, in a hook on it, or in the way that DDP offers.
 
-In a hook on a parameter gradients are this rank's own, under stock as well: ranks train apart.
+In a hook on a parameter, gradients are local in stock PyTorch as well, so ranks train separately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
 def large() -> nn.Module:
-    """Gradients of a size that is reduced in place."""
+    """Return a model with gradients large enough to be reduced in place."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 3))
 
@@ -39,12 +39,12 @@ def stepping(
     """Train with an optimizer for each parameter.
 
     Args:
-        optimizer: Its class.
-        afterwards: What the hook does to the gradient after the step.
-        hooked: Whether hooks come before the model is wrapped.
-        at: The step from which on hooks step.
-        steps: How many steps.
-        model: Which.
+        optimizer: A key of ``OPTIMIZERS``.
+        afterwards: The gradient that the hook leaves after the step: "none", "zeros" or "kept".
+        hooked: "before" or "after": hooks are registered before or after the model is wrapped.
+        at: The first step in which hooks step.
+        steps: The number of steps.
+        model: "small" or "large".
         wrap: Arguments of the wrapper.
     """
     raw = large() if model == "large" else net()
@@ -112,7 +112,7 @@ def test_in_hooks_under_dist_optimizer(ranks, world):
 
 
 def offered() -> list[Record]:
-    """As DDP offers it: optimizers step in its communication hook, with averages."""
+    """Train with optimizers that step in the communication hook of DDP, with averages."""
     raw = net()
     model = ddp(raw)
     _apply_optimizer_in_backward(torch.optim.SGD, raw.parameters(), {"lr": 0.1, "momentum": 0.9})
@@ -126,7 +126,7 @@ def offered() -> list[Record]:
 
 @pytest.mark.gpu(2)
 def test_as_ddp_offers_it(ranks):
-    """On GPUs alone: torch's hook asks for streams."""
+    """Check both features on GPUs, because torch's hook needs streams."""
     ddp_checks.check(ranks(2)(ddp_arms.both, offered, **NCCL), stock_models=1)
     for result in same_bits(ranks(2)(both, offered, **NCCL)):
         assert result["counters"]["steps"] == 0

@@ -37,12 +37,12 @@ def differed(vote: Callable[..., bool]) -> list[bool]:
 
 
 def left_by_one(vote: Callable[..., bool]) -> list[bool]:
-    """Rank 0 leaves one vote, and takes part in the next one."""
+    """Leave one vote on rank 0, and take part in the next one."""
     return [vote(1, leaves=dist.get_rank() == 0), vote(2)]
 
 
 def left_by_one_of_those_that_differ(vote: Callable[..., bool]) -> list[bool]:
-    """Rank 0 leaves the vote in which its peers find that they differ; none of them votes again."""
+    """Leave a vote on rank 0 in which its peers find that they differ. No rank votes again."""
     return [vote(dist.get_rank(), leaves=dist.get_rank() == 0), vote(5)]
 
 

@@ -22,7 +22,7 @@ Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
 
 @contextmanager
 def _fresh_bases() -> Iterator[None]:
-    """Have the bases as in a new process, in which torch has not written steps with hooks into them."""
+    """Restore the bases as in a new process, in which torch has not written steps with hooks into them."""
     kept = {base: vars(base)["step"] for base in (Adam, AdamW) if "step" in vars(base)}
     if hasattr(Adam.step, "hooked"):
         Adam.step = Adam.step.__wrapped__  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ class TwoGroups(Steps):
     """Two models of two process groups step in another order on one rank."""
 
     def __init__(self) -> None:
-        # Each case has groups of its own, because votes that ended stay ended for their group.
+        # Each case has its own groups, because votes that ended stay ended for their group.
         self.models = [ddp(net(), process_group=dist.new_group()) for _ in range(2)]
         self.opts = self.make()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=False)
@@ -89,5 +89,5 @@ def trained(name: str) -> list[Record]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_wait_for_each_other_continue_with_the_values_of_torch(ranks, world):
     cases = {name: {"name": name} for name in CASES}
-    # The process group's timeout is half an hour, so a case that ends here has not waited for it.
+    # The timeout of the process group is half an hour, so a case that ends in time did not depend on it.
     check_all(ranks(world)(all_cases, trained, on(world, cases), timeout=120), check=checked)

@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters: each rank updates some, keeps state for these, and nobody sees that."""
+"""Optimizers that need full parameters: each rank updates some and keeps their state, which user code cannot see."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from tests.support.equality import compare
 
 
 class Lamb(Optimizer):
-    """As many people have written it: a number of steps that is Python's, and a trust ratio over a whole parameter.
+    """The optimizer LAMB as in many scripts: a Python number counts steps, and each full parameter has a trust ratio.
 
-    After a few steps it keeps more than before: a tensor with holes, and all sorts of things that are no tensors.
+    After a few steps its state has more keys: a tensor with gaps, and many values that are no tensors.
     """
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -91,7 +91,7 @@ NAMED = {"per_parameter": f"{__name__}.Lamb"}
 
 
 def muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for matrices, and what its documentation advises for the rest."""
+    """Return Muon for matrices, and AdamW for the rest, as the documentation of Muon advises."""
     return [
         torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02),
         torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01),
@@ -136,7 +136,7 @@ def train(kind: str, states: bool = False) -> list[Record]:
 
 
 def check(results: list[dict[str, Any]], *, steps: int = STEPS, stock: int = 0) -> None:
-    """Demand stock's values, and that each rank updated its share of the parameters and no more."""
+    """Demand the values of stock PyTorch, and that each rank updated its share of the parameters and no more."""
     for result in same_bits(results):
         assert result["counters"]["steps"] >= steps
         assert result["counters"]["stock_optimizers"] == stock
@@ -153,7 +153,8 @@ check_each = functools.partial(check_all, check=check)
 def test_optimizers(ranks, world, kind):
     kinds = {kind: {"kind": kind}, "states": {"kind": kind, "states": True}}
     if world == 3 and kind != "lamb":
-        del kinds[kind]  # a state that nobody reads is on three ranks LAMB's
+        # On three ranks, LAMB alone tests state that no rank reads.
+        del kinds[kind]
     elif kind == "adafactor":
         kinds["foreach"] = {"kind": "adafactor, foreach", "states": True}
     check_each(ranks(world)(all_cases, train, kinds, options=NAMED))
@@ -170,11 +171,11 @@ def test_parameters_alone_and_in_buckets(ranks, bucket_mb, buckets):
     assert counters["bytes_gathered"] == STEPS * 4 * (60 + 10 + 70 + 21)
 
 
-# --- who keeps what ---
+# --- the share of each rank ---
 
 
 def shares(kind: str) -> tuple[list[int], int]:
-    """Return how many elements of state this rank keeps, and how many there are."""
+    """Return the number of state elements on this rank, and on all ranks."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
         torch.manual_seed(1)
         model = ddp(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))
@@ -212,8 +213,8 @@ def test_each_rank_keeps_its_share_of_the_state(ranks, world, kind):
         assert kept == pytest.approx(everything / world, rel=0.1)
 
 
-def dealt(numels: list[int]) -> list[int]:
-    """Return how many elements each rank owns, when two optimizers share a model's parameters."""
+def owned_numels(numels: list[int]) -> list[int]:
+    """Return the number of elements that each rank owns if each parameter has its own optimizer."""
     from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
@@ -233,14 +234,14 @@ def dealt(numels: list[int]) -> list[int]:
     return loads
 
 
-def test_an_optimizer_for_each_parameter_is_dealt_out_like_one(ranks):
-    first, second = ranks(2)(dealt, [50, 40, 30, 20, 10])
+def test_parameters_with_one_optimizer_each_are_balanced_like_those_of_one_optimizer(ranks):
+    first, second = ranks(2)(owned_numels, [50, 40, 30, 20, 10])
     assert first == second == [80, 70]
 
 
 # --- the loops, models and reads of the other files ---
 
-ONE: dict[str, Callable[[Any], Optimizer]] = {
+SINGLE_OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": OPTIMIZERS["adamw"],
     "muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.02),
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
@@ -249,32 +250,36 @@ ONE: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def instead(kind: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a loop of another file with this optimizer where it makes an AdamW."""
-    with mock.patch.dict(OPTIMIZERS, {"adamw": ONE[kind]}), mock.patch.dict(SMALL, NAMED):
+    """Run a loop of another file with this kind of optimizer instead of AdamW."""
+    with (
+        mock.patch.dict(OPTIMIZERS, {"adamw": SINGLE_OPTIMIZERS[kind]}),
+        mock.patch.dict(SMALL, NAMED),
+    ):
         return run(*args, **kwargs)
 
 
 def cases(
-    kind: str, run: Callable[..., Any], of: dict[str, dict[str, Any]]
+    kind: str, run: Callable[..., Any], run_cases: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    return {name: {"kind": kind, "run": run, **kwargs} for name, kwargs in of.items()}
+    """Return cases of :func:`instead` from the cases of a loop."""
+    return {name: {"kind": kind, "run": run, **kwargs} for name, kwargs in run_cases.items()}
 
 
 def styles(kind: str) -> dict[str, dict[str, Any]]:
-    ones = {
+    found = {
         s: {"style": s} for s in test_loop_styles.STYLES if s != "group_added" or kind != "muon"
     }
     return cases(
-        kind, test_loop_styles.train, ones | {"early": {"style": "closure", "early": True}}
+        kind, test_loop_styles.train, found | {"early": {"style": "closure", "early": True}}
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_styles(ranks, kind):
-    """All three kinds together have all styles."""
+    """Run a third of the styles. The three kinds together run all styles."""
     third = some(styles("lamb"), KINDS.index(kind))
-    those = {name: case for name, case in styles(kind).items() if name in third}
-    check_each(ranks(2)(all_cases, instead, those, options=NAMED), steps=5)
+    wanted = {name: case for name, case in styles(kind).items() if name in third}
+    check_each(ranks(2)(all_cases, instead, wanted, options=NAMED), steps=5)
 
 
 def test_styles_on_three_ranks(ranks):
@@ -283,7 +288,7 @@ def test_styles_on_three_ranks(ranks):
 
 def frozen_for_a_while(kind: str) -> list[Record]:
     model = ddp(net(), find_unused_parameters=True)
-    opt = ONE[kind](model.parameters())
+    opt = SINGLE_OPTIMIZERS[kind](model.parameters())
     records = []
     for number in range(9):
         model.module[0].weight.requires_grad_(not 3 <= number < 6)
@@ -302,7 +307,8 @@ def test_a_parameter_that_is_frozen_for_a_while(ranks, kind):
 def two_dtypes(eps: float | None) -> list[Record]:
     torch.manual_seed(0)
     module = net()
-    module[2].double()  # the epsilon of its dtype is another one
+    # fp64 has another epsilon than fp32.
+    module[2].double()
     module[2].register_forward_pre_hook(lambda _, args: args[0].double())
     module[2].register_forward_hook(lambda _, args, out: out.float())
     model = ddp(module)
@@ -316,7 +322,7 @@ def two_dtypes(eps: float | None) -> list[Record]:
     return records
 
 
-def test_an_optimizer_that_takes_the_epsilon_of_another_parameter_is_stock(ranks):
+def test_an_optimizer_with_the_default_epsilon_over_two_dtypes_falls_back(ranks):
     check_all(ranks(2)(all_cases, two_dtypes, {"": {"eps": None}}), steps=0, stock=1, by_parts=None)
     check_all(ranks(2)(all_cases, two_dtypes, {"": {"eps": 1e-7}}), steps=3, by_parts=None)
 
@@ -331,9 +337,8 @@ def test_kinds_of_models(ranks, kind):
         "double",
         "checkpointed, reentrant",
     }
-    wanted |= (
-        {"odd"} if kind == "lamb" else {"bfloat16"}
-    )  # Adafactor divides by the elements of an empty parameter
+    # Adafactor divides by the number of elements, and "odd" has an empty parameter.
+    wanted |= {"odd"} if kind == "lamb" else {"bfloat16"}
     owners = {"owners": owners_of[kind]}
     loops = {name: kwargs | owners for name, kwargs in test_models.CASES.items() if name in wanted}
     check_each(
@@ -342,21 +347,28 @@ def test_kinds_of_models(ranks, kind):
 
 
 def by_groups(kind: str, model: nn.Module) -> list[Optimizer]:
-    ones = list(model.parameters())
-    groups = [{"params": ones[::2]}, {"params": ones[1::2], "lr": 0.03}, {"params": []}]
-    return [ONE[kind](groups)]
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.03}, {"params": []}]
+    return [SINGLE_OPTIMIZERS[kind](groups)]
 
 
 def disjoint(kind: str, model: nn.Module) -> list[Optimizer]:
-    ones = list(model.parameters())
-    return [ONE[kind](ones[:2]), torch.optim.AdamW(ones[2:4]), ONE[kind](ones[4:])]
+    parameters = list(model.parameters())
+    return [
+        SINGLE_OPTIMIZERS[kind](parameters[:2]),
+        torch.optim.AdamW(parameters[2:4]),
+        SINGLE_OPTIMIZERS[kind](parameters[4:]),
+    ]
 
 
 def shared(kind: str, model: nn.Module) -> list[Optimizer]:
-    return [ONE[kind](model.parameters()), torch.optim.SGD(model.parameters(), lr=0.01)]
+    return [
+        SINGLE_OPTIMIZERS[kind](model.parameters()),
+        torch.optim.SGD(model.parameters(), lr=0.01),
+    ]
 
 
-owners_of = {kind: functools.partial(by_groups, kind) for kind in ONE}
+owners_of = {kind: functools.partial(by_groups, kind) for kind in SINGLE_OPTIMIZERS}
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
@@ -377,7 +389,7 @@ def test_hooks_see_all_parameters(ranks):
 
 
 @pytest.mark.parametrize("where", ["pre-hook", "post-hook", "step", "closure"])
-def test_after_a_step_that_raises_everything_is_whole(ranks, where):
+def test_after_a_step_that_raises_all_tensors_are_full(ranks, where):
     loops = cases("lamb", test_hooks_and_failures.raising, {where: {"where": where}})
     check_each(ranks(2)(all_cases, instead, loops, options=NAMED), steps=8)
 
@@ -385,11 +397,11 @@ def test_after_a_step_that_raises_everything_is_whole(ranks, where):
 LOCAL = ["all", "begins", "ends", "average"]
 
 
-# What becomes stock does not depend on the kind.
+# The fallback does not depend on the kind, so one style is enough for the second kind.
 @pytest.mark.parametrize(
     ("kind", "style"), [*(("lamb", style) for style in LOCAL), ("adafactor", "begins")]
 )
-def test_steps_on_local_gradients_are_stocks(ranks, style, kind):
+def test_steps_on_local_gradients_fall_back(ranks, style, kind):
     loops = cases(kind, test_hooks_and_failures.local_steps, {style: {"style": style}})
     steps = 0 if style in ("all", "ends") else 1
     check_all(
@@ -401,7 +413,7 @@ def test_steps_on_local_gradients_are_stocks(ranks, style, kind):
 
 
 class Picky(Lamb):
-    """Raises for one parameter, in whose gradient it finds something."""
+    """An optimizer that raises for one parameter if its flag is set."""
 
     bad = False
 
@@ -424,12 +436,11 @@ def raising_alone() -> list[Record]:
             step(model, [opt], number)
         except ValueError:
             raised += 1
-        records.append(
-            {name: p for name, p in params(model).items() if p.numel() >= 8}
-        )  # others have no owner
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, raised)
-    return [records, everybody]
+        # Smaller parameters have no owner.
+        records.append({name: p for name, p in params(model).items() if p.numel() >= 8})
+    raised_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(raised_by_rank, raised)
+    return [records, raised_by_rank]
 
 
 def test_an_error_on_one_rank_leaves_the_parameters_the_same_on_all(ranks):
@@ -459,14 +470,14 @@ def test_scalers(ranks, kind):
 
 
 def waits_at_second_wrapper() -> list[bool]:
-    """Return what each wait for readers knew in the step in which one of two parameters has another wrapper."""
+    """Return ``was_read`` at each wait for readers, in a step whose two parameters have different wrappers."""
     layers = nn.Sequential(nn.Linear(6, 6))
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model = ddp(layers)
         opt = torch.optim.Adafactor(model.parameters())
         model(data(0, 5, 6)).square().mean().backward()
         opt.step()
-        # Its gradient and its state stay with the first wrapper.
+        # The gradient and the state of this parameter stay with the first wrapper.
         layers[0].weight.requires_grad_(False)
         layers.append(nn.Linear(6, 6))
         opt.add_param_group({"params": [*layers[1].parameters()]})
@@ -485,5 +496,5 @@ def waits_at_second_wrapper() -> list[bool]:
 
 
 def test_a_rank_that_owns_all_moved_state_waits_for_its_readers(ranks):
-    """The owner of the bias reads nothing of it, and began the next version while its peer read the last one."""
+    """Check the rank that owns the bias and reads nothing: it once began a version while its peer read the last one."""
     assert ranks(2)(waits_at_second_wrapper) == [[True, False]] * 2

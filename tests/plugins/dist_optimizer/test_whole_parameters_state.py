@@ -1,4 +1,4 @@
-"""State as user code sees it and saves it, of optimizers that need whole parameters and of one that does not."""
+"""Optimizer state as user code reads and saves it, of optimizers that need full parameters, and of AdamW."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.plugins.dist_optimizer.test_whole_parameters import (
 )
 from tests.support.equality import compare
 
-EVERY = ["adamw", *KINDS]  # updated by shards, and whole by owners
+# AdamW updates shards, and the owners of full parameters update the remaining kinds.
+EVERY = ["adamw", *KINDS]
 each_kind = pytest.mark.parametrize("kind", EVERY)
 
 
@@ -53,7 +54,7 @@ def test_one_rank_alone_reads_the_state(ranks, rank):
 
 
 def layouts(kind: str) -> list[Any]:
-    """Record what a state looks like without reading it."""
+    """Return shapes, dtypes and representations of the state, without a read of its tensors."""
     model, opts = build(kind)
     records: list[Any] = []
     for number in range(6):
@@ -71,18 +72,19 @@ def layouts(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_state_looks_like_stocks_before_anybody_reads_it(ranks, world):
+def test_unread_state_has_the_layout_of_stock_pytorch(ranks, world):
     for results in ranks(world)(all_both, layouts, table(kind=KINDS), apply=apply_named):
         for kind, result in results.items():
-            texts = [[str(one) for one in result[arm]] for arm in ("stock", "patched")]
-            if "lamb" in kind and world > 2:  # it shows ratios, whose last bits are noise
-                texts = [[text for text in ones if "seen" not in text] for ones in texts]
+            texts = [[str(record) for record in result[arm]] for arm in ("stock", "patched")]
+            # The state of LAMB has ratios as numbers, whose last bits are noise on three ranks.
+            if "lamb" in kind and world > 2:
+                texts = [[text for text in arm if "seen" not in text] for arm in texts]
             assert texts[0] == texts[1], kind
             assert result["counters"]["state_reads"] == 0
 
 
 def changed_by_hand(kind: str) -> list[Record]:
-    """All ranks change the state, one long after the other; some of it is taken away."""
+    """Change the state on all ranks in turn, and clear a part of it."""
     model, opts = build(kind)
     records = []
     for number in range(6):
@@ -108,7 +110,7 @@ def check(results: list[dict[str, Any]], steps: int = 0) -> None:
 
 
 def check_owned(results: list[dict[str, dict[str, Any]]], **more: Any) -> None:
-    """Check each case, and demand owners of the parameters where an optimizer needs whole ones."""
+    """Check each case, and demand owners of the parameters if the optimizer needs full parameters."""
     check_all(results, **{"check": check, **more})
     for name, case in ((name, case) for result in results for name, case in result.items()):
         assert (case["counters"]["params_owned"] > 0) == ("adamw" not in name), name
@@ -122,31 +124,30 @@ def test_a_state_that_is_changed_by_hand(ranks):
 
 
 def resumed(kind: str, load_before_wrap: bool) -> list[Record]:
-    model, (opt, *others) = build(kind)
+    model, opts = build(kind)
     for number in range(5):
-        step(model, [opt, *others], number)
-    checkpoint = copy.deepcopy(
-        (model.module.state_dict(), [one.state_dict() for one in (opt, *others)])
-    )
+        step(model, opts, number)
+    checkpoint = copy.deepcopy((model.module.state_dict(), [opt.state_dict() for opt in opts]))
     raw = net()
     raw.load_state_dict(checkpoint[0])
     second = MAKERS[kind](raw)
     if load_before_wrap:
-        for one, state in zip(second, checkpoint[1], strict=True):
-            one.load_state_dict(state)
+        for opt, state in zip(second, checkpoint[1], strict=True):
+            opt.load_state_dict(state)
         again = DistributedDataParallel(raw)
     else:
         again = DistributedDataParallel(raw)
         step(again, second, 99)
         raw.load_state_dict(checkpoint[0])
-        for one, state in zip(second, checkpoint[1], strict=True):
-            one.load_state_dict(state)
+        for opt, state in zip(second, checkpoint[1], strict=True):
+            opt.load_state_dict(state)
     records = [copy.deepcopy(on_cpu(second[0].state_dict()))]
     for number in range(5, 9):
-        step(model, [opt, *others], number)
+        step(model, opts, number)
         step(again, second, number)
         records.append({"first": params(model), "second": params(again)})
-        assert [list(s) for s in opt.state.values()] == [list(s) for s in second[0].state.values()]
+        keys = [list(state) for state in opts[0].state.values()]
+        assert keys == [list(state) for state in second[0].state.values()]
     return records
 
 
@@ -200,21 +201,22 @@ def by_dcp(kind: str, full: bool, fresh: bool) -> list[Record]:
     for number in range(4):
         step(model, opts, number)
     found = dcp.get_optimizer_state_dict(model, opts, options=options)
-    kept = copy.deepcopy(found)  # torch goes on with the tensors that it is given
+    # The loaded optimizer trains with the tensors of the dictionary, so the record needs copies.
+    kept = copy.deepcopy(found)
     weights = copy.deepcopy(dcp.get_model_state_dict(model, options=options))
-    other, others = build(kind)
+    new_model, new_opts = build(kind)
     if not fresh:
-        step(other, others, 77)
+        step(new_model, new_opts, 77)
     given = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
-    dcp.set_model_state_dict(other, weights, options=given)
-    dcp.set_optimizer_state_dict(other, others, found, options=given)
+    dcp.set_model_state_dict(new_model, weights, options=given)
+    dcp.set_optimizer_state_dict(new_model, new_opts, found, options=given)
     for number in range(4, 7):
-        step(other, others, number)
-    return [{"state": kept, "weights": weights, "after": params(other)}]
+        step(new_model, new_opts, number)
+    return [{"state": kept, "weights": weights, "after": params(new_model)}]
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, full):
+def test_dcp_functions_return_and_load_the_dictionaries_of_stock_pytorch(ranks, full):
     results = ranks(2)(
         all_both, by_dcp, table(kind=EVERY[:3], full=[full], fresh=[False, True]), apply=apply_named
     )
@@ -232,7 +234,7 @@ def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks, kind):
     compare([ranks(2)(instead, kind, test_state.saved_by_stock)[0]], [found]).assert_bitwise()
 
 
-# --- going back to stock ---
+# --- revert ---
 
 
 def reverted(kind: str, patched: bool) -> list[Record]:
@@ -268,11 +270,11 @@ def test_revert_in_mid_training(ranks, kind):
         compare(stock, patched).assert_bitwise()
 
 
-# --- what cannot be told ---
+# --- state that cannot be sent ---
 
 
 class Hoarder(torch.optim.SGD):
-    """Keeps something that is no data."""
+    """An optimizer whose state contains an object that cannot be sent."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = super().step(closure)
@@ -296,7 +298,7 @@ def hoarding() -> str:
     return ""
 
 
-def test_a_state_that_cannot_be_told_is_an_error_that_says_what_to_do(ranks):
+def test_a_state_that_cannot_be_sent_is_an_error_with_the_remedy(ranks):
     for text in ranks(2)(hoarding):
         assert "has a object in its state, which cannot be sent to peers" in text
         assert "OVPATCH_DIST_OPTIMIZER_PER_PARAMETER" in text
