@@ -643,7 +643,7 @@ def programs_short() -> str:
     for result in shown:
         stock, ours = find_program_pair(result)
         rounds.add(len(ours["round_medians_ms"]))
-        step = f"{ours['median_ms']:.1f} ms, **{_percent(ours['median_ms'] / stock['median_ms'])}**"
+        step = f"{ours['median_ms']:.1f} ms, **{_percent(ours['ratio'])}**"
         memory = f"{ours['peak_gib']:.1f} GiB, **{_percent(ours['peak_gib'] / stock['peak_gib'])}**"
         best = next((row for row in result["summary"] if row["variant"] == "best"), None)
         tuned = f" (best settings {best['median_ms']:.1f})" if best else ""
