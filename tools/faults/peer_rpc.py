@@ -77,8 +77,8 @@ FAULTS: Final = (
     Fault(
         "retention: the state of an optimizer that ends is not kept for a peer that ends later",
         _RPC + "retention.py",
-        "                retain(self._group, owner, backwards)\n",
-        "                retain(self._group, owner)\n",
+        "                retain(self._group, owner, backwards, self)\n",
+        "                retain(self._group, owner, 1, self)\n",
         ("tests/overlap/test_retention.py",),
     ),
     Fault(

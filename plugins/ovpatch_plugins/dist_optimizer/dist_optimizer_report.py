@@ -28,12 +28,12 @@ class Counters(FeatureCounters):
         norms: Gradient norms computed from shards.
         state_reads: Reads of lazy optimizer state.
         bytes_pulled: Optimizer state that peers sent for these reads, in bytes.
-        state_read_ms: Duration of these reads, in milliseconds; in a merged report, that of the
-            slowest rank.
-        state_bytes: Optimizer state that this rank keeps of sharded parameters, in bytes; in a
-            merged report, the largest of a rank.
-        state_bytes_whole: Size of the full state of these parameters, in bytes; in a merged report,
-            the largest of a rank.
+        state_read_ms: Duration of these reads; in a merged report, that of the slowest rank, in
+            milliseconds.
+        state_bytes: Optimizer state that this rank keeps of sharded parameters; in a merged report,
+            the largest of a rank, in bytes.
+        state_bytes_whole: Size of the full state of these parameters; in a merged report, the
+            largest of a rank, in bytes.
     """
 
     optimizers: int = 0

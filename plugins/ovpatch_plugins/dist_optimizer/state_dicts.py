@@ -234,7 +234,12 @@ class StateDictSource(LazySource):
                 current = state.get(name, value)
                 # The optimizer updates a tensor of one element in place.
                 kept = current.clone() if isinstance(current, Tensor) else current
-                if _is_plain_scalar(value) and _is_like(kept, value):
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(kept, Tensor)
+                    and _is_plain_scalar(value)
+                    and (kept.dtype, kept.device) == (value.dtype, value.device)
+                ):
                     # A loader that writes into the state dict, such as that of
                     # torch.distributed.checkpoint, may hold this object already.
                     value.data = kept
@@ -287,14 +292,6 @@ class StateDictSource(LazySource):
 
 def _is_plain_scalar(value: Any) -> bool:
     return type(value) is Tensor and value.ndim == 0 and value.layout is torch.strided
-
-
-def _is_like(value: Any, tensor: Tensor) -> bool:
-    """Return whether a tensor may take the memory of a value."""
-    return isinstance(value, Tensor) and (value.dtype, value.device) == (
-        tensor.dtype,
-        tensor.device,
-    )
 
 
 def _complete_freed() -> None:
