@@ -241,7 +241,7 @@ def test_hosts_with_other_settings_are_named(cluster):
                 errors, ("hierarchical", "shard_over", "version of ovpatch"), strict=True
             ):
                 assert what in error
-                assert "on rank 0 but" in error
+                assert "on rank 0 (host host0) but" in error
                 assert "on rank 1" in error
 
 
