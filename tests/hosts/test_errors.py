@@ -46,7 +46,8 @@ def test_a_missing_rank_has_one_text_whatever_is_known_of_it():
 
 
 def test_a_rank_that_does_not_finish_is_named_with_its_host(caplog):
-    shutdown = Shutdown(1, [4, 7], mock.Mock(), mock.Mock(last_call_time=0.0), {4: "a", 7: "b"})
+    hosts, server = {4: "a", 7: "b"}, mock.Mock(last_call_time=0.0)
+    shutdown = Shutdown(1, [4, 7], mock.Mock(), server, hosts, lambda: [0])
     with mock.patch("ovpatch.overlap.peer_rpc.rpc.Request") as request:
         request.return_value.list_pending.return_value = {0: "does not reply"}
         request.return_value.deadline = 0.0

@@ -58,7 +58,7 @@ ERROR_MISPLACED: Final = (
 )
 
 _ERROR_MISSING: Final = (
-    "ovpatch: rank {} has no '{}' in the optimizer's state of {}, because it "
+    "ovpatch: rank {ranks} has no '{}' in the optimizer's state of {}, because it "
     "has loaded other state. Load the same state on all ranks."
 )
 
@@ -408,8 +408,8 @@ class ShardedState(LazySource):
         if missing:
             param_name = self._shards.names[key[0]]
             rank = self._shards.holders.ranks[missing[0]]
-            rank_name = name_group_ranks(self.group, [rank])
-            raise RuntimeError(_ERROR_MISSING.format(rank_name, key[1], param_name))
+            ranks = name_group_ranks(self.group, [rank])
+            raise RuntimeError(_ERROR_MISSING.format(key[1], param_name, ranks=ranks))
         full = self._metas[key].empty()
         for place, shard in shards.items():
             shard_view(full, ranges[place]).copy_(shard)
