@@ -29,7 +29,7 @@ FAULTS: Final = (
         _RPC + "rpc.py",
         "    return not retention.has_retained(group())",
         "    return True",
-        ("tests/overlap/test_peers_end.py::test_so_it_does_if_the_group_was_destroyed_before",),
+        (_SHARDING_TESTS + "test_turned_off.py",),
     ),
     Fault(
         "retention: a rank that has destroyed its group exits before the final calls",
