@@ -211,7 +211,8 @@ class ModuleState:
     Counters, caches and running averages are examples. The recomputation starts from these values and then
     restores the values of the forward, so the values change once, as in stock PyTorch. Attributes are
     compared after the forward; lists, dictionaries and sets are compared by their items. At the block's
-    first forward, the versions of tensors show which of them it changes in place. Batch norm changes its
+    first forward, the versions of tensors, also of those in lists and dictionaries, show which of them it
+    changes in place. Batch norm changes its
     averages without a new version.
 
     Args:
@@ -320,16 +321,25 @@ class _Place:
         # Copies of tensors that the forward may change in place.
         self._clones: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
+        # The same of the tensors inside of lists and dictionaries, by the tensor's id.
+        self._item_clones: dict[str, dict[int, Tensor]] = {}
+        self._item_versions: dict[str, list[int]] = {}
         for name in values.keys() - _MODULE_FIELDS:
             value = values[name]
             cls: Any = type(value)
             if cls in _PLAIN:
                 continue
+            is_kept = known is None or averages or (id(module), name) in known
             if cls in _CONTAINERS:
                 self._copies[name] = _copy_container(value)
+                self._item_versions[name] = list(map(_version, _list_tensors(value)))
+                if is_kept:
+                    self._item_clones[name] = {
+                        id(tensor): tensor.detach().clone() for tensor in _list_tensors(value)
+                    }
             elif issubclass(cls, Tensor):
                 self._versions[name] = _version(value)
-                if known is None or averages or (id(module), name) in known:
+                if is_kept:
                     self._clones[name] = value.detach().clone()
             elif is_generator_class(cls):
                 generators.append(value)
@@ -357,8 +367,14 @@ class _Place:
                 written.add(key)
                 self.before[name] = _Clone(self._clones[name])
             elif name in self._copies:
-                if values.get(name) is not value or not _has_same_items(value, self._copies[name]):
-                    self.before[name] = _weaken(self._copies[name])
+                copied = self._copies[name]
+                if list(map(_version, _list_tensors(copied))) != self._item_versions[name]:
+                    if name not in self._item_clones:
+                        raise KeyError(name)
+                    written.add(key)
+                    self.before[name] = _weaken(_put_clones(copied, self._item_clones[name]))
+                elif values.get(name) is not value or not _has_same_items(value, copied):
+                    self.before[name] = _weaken(copied)
             elif values.get(name, _Missing) is not value:
                 self.before[name] = _weaken(value)
         if is_rebound:
@@ -366,6 +382,8 @@ class _Place:
         self._copies = {}
         self._clones = {}
         self._versions = {}
+        self._item_clones = {}
+        self._item_versions = {}
         return written
 
     def swap_in(self) -> dict[str, Any]:
@@ -417,6 +435,22 @@ def _has_same_items(value: Any, copied: Any) -> bool:
     if type(value) is set:
         return bool(value == copied)
     return all(map(_has_same_items, value, copied))
+
+
+def _list_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a list or dictionary, and in the ones inside of it."""
+    if type(value) in _DICTIONARIES or type(value) in _LISTS:
+        for item in value.values() if type(value) in _DICTIONARIES else value:
+            yield from _list_tensors(item)
+    elif issubclass(type(value), Tensor):
+        yield value
+
+
+def _put_clones(value: Any, clones: Mapping[int, Tensor]) -> Any:
+    """Return a copy of a container with the clones of its tensors."""
+    if type(value) in _DICTIONARIES or type(value) in _LISTS:
+        return _map_container(value, lambda item: _put_clones(item, clones))
+    return _Clone(clones[id(value)]) if id(value) in clones else value
 
 
 def _weaken(value: Any) -> Any:

@@ -68,6 +68,12 @@ def _count_in_place(part: Part, x: Tensor) -> Tensor:
     return _scale(part, x, part.total.item())
 
 
+def _average_in_place(part: Part, x: Tensor) -> Tensor:
+    for mean in (part.stats["mean"], part.stats["all"][0]):
+        mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return _scale(part, x - part.stats["mean"] - part.stats["all"][0], 0.0)
+
+
 def _carry(part: Part, x: Tensor) -> Tensor:
     part.state = 0.5 * part.state + x.detach().mean(0)
     return _scale(part, x + part.state, 0.0)
@@ -155,6 +161,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "a stream that starts late": lambda: Part(_start_late, calls=0),
     "counter": lambda: Part(_count, calls=0),
     "tensor changed in place": lambda: Part(_count_in_place, total=torch.zeros(())),
+    "tensors of containers changed in place": lambda: Part(
+        _average_in_place, stats={"mean": torch.zeros(WIDTH), "all": [torch.zeros(WIDTH)]}
+    ),
     "tensor replaced": lambda: Part(_carry, state=torch.zeros(WIDTH)),
     "list": lambda: Part(_append, seen=[]),
     "deque": lambda: Part(_append, seen=deque(maxlen=4)),
