@@ -71,12 +71,20 @@ def check_training(
     model.train()
     with torch.no_grad():
         device = next(model.parameters()).device
-        # With small uniform numbers, the model skips each block that it may skip.
-        trace_model(
-            model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds())
-        )
-        restore()
-        trace = trace_model(model, stack, sorted({*starts} - {0}), args, kwargs)
+        boundaries = sorted({*starts} - {0})
+        # With small uniform numbers, or with large ones, the model skips each block that it may skip,
+        # or drops the block's result.
+        for seeds in _find_extreme_seeds():
+            trace_model(
+                model,
+                stack,
+                boundaries,
+                args,
+                kwargs,
+                between=functools.partial(seed_all, device, *seeds),
+            )
+            restore()
+        trace = trace_model(model, stack, boundaries, args, kwargs)
         trace.output = select(trace.output)
         for plan, tree in stages:
             tree.train()
@@ -86,17 +94,21 @@ def check_training(
 
 
 @functools.cache
-def _find_small_seeds() -> tuple[int, int]:
-    """Return seeds after which the first uniform number of torch, and of Python, is below a hundredth."""
+def _find_extreme_seeds() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return seeds of torch and of Python with a first uniform number below a hundredth, or above 0.99."""
     generator = torch.Generator()
-    return (
-        next(
-            seed
-            for seed in itertools.count()
-            if torch.rand([], generator=generator.manual_seed(seed)) < _SMALL
-        ),
-        next(seed for seed in itertools.count() if random.Random(seed).random() < _SMALL),
-    )
+
+    def find(is_extreme: Callable[[float], bool]) -> tuple[int, int]:
+        return (
+            next(
+                seed
+                for seed in itertools.count()
+                if is_extreme(torch.rand([], generator=generator.manual_seed(seed)).item())
+            ),
+            next(seed for seed in itertools.count() if is_extreme(random.Random(seed).random())),
+        )
+
+    return find(lambda number: number < _SMALL), find(lambda number: number > 1 - _SMALL)
 
 
 def compare_values(
