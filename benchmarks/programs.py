@@ -355,7 +355,7 @@ def summarize(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def make_table(results: Iterable[dict[str, Any]]) -> str:
     """Return results as a table in Markdown, with a line for each program or variant that has no number."""
-    results = list(_merge_runs(results))
+    results = list(results)
     shown = [
         v
         for v in VARIANTS
@@ -371,31 +371,11 @@ def make_table(results: Iterable[dict[str, Any]]) -> str:
         notes += [f"- {result['title']}: {result['skipped']}"] if result["skipped"] else []
         notes += [
             # The file has the full messages, which name other processes and logs.
-            f"- {result['title']}, {VARIANTS[v].title}: {why.partition('. ')[0]}"
+            f"- {result['title']}, {VARIANTS[v].title}"
+            f"{', in its last round' if v in summary else ''}: {why.partition('. ')[0]}"
             for v, why in result["failed"].items()
         ]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
-
-
-def _merge_runs(results: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Return one result for all runs of a program on one machine: each variant as its last run found it."""
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for result in results:
-        key = (result["title"], result["world"], result["device"], result["is_cpu_time"])
-        earlier = merged.pop(key, None)
-        merged[key] = result
-        if earlier is None:
-            continue
-        # A ratio compares two runs of one round, so the rounds of another run do not change it.
-        measured = {found["variant"] for found in result["summary"]}
-        more = [found for found in earlier["summary"] if found["variant"] not in measured]
-        merged[key] = result | {
-            "summary": [*result["summary"], *more],
-            "worked": earlier["worked"] | result["worked"],
-            "failed": {v: why for v, why in earlier["failed"].items() if v not in measured}
-            | result["failed"],
-        }
-    return merged.values()
 
 
 def _cell(found: dict[str, Any], result: dict[str, Any]) -> str:

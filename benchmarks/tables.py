@@ -658,8 +658,8 @@ def programs_short() -> str:
     return "\n".join(lines) + (
         f"\n\n{_gpus(newest)}, {newest['date']}, torch {newest['torch'].partition('+')[0]}, "
         "unmodified programs, "
-        f"`ovpatch run` without settings, {min(rounds)} alternating rounds. Medians, and the peak "
-        "of torch's allocator."
+        f"`ovpatch run` without settings, {min(rounds)} alternating rounds. Medians; percent: "
+        "the median ratio of a round. Memory: the peak of torch's allocator."
     )
 
 

@@ -6,7 +6,7 @@
 
 It is written as Megatron's own examples are: the local specification, its DistributedDataParallel, its pipeline
 schedule. The line of ovpatch after the imports of torch is all that it adds. It needs ``pip install
-'ovpatch[megatron]'``. The text is ``pydoc_data.topics``, which every Python brings along.
+'.[megatron]'``. The text is ``pydoc_data.topics``, which every Python brings along.
 """
 
 from __future__ import annotations

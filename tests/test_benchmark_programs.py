@@ -90,23 +90,8 @@ def test_the_table_of_recorded_results():
         "sharded |  |\n"
         "| on CPU | 2 CPU ranks, 2030-01-01, 2 rounds | 100.0 ms | 103.5 ms (1.035x) |  |\n"
         "\n"
-        "- GPT, ovpatch, `dist_optimizer`: OutOfMemoryError: out of memory\n"
+        "- GPT, ovpatch, `dist_optimizer`, in its last round: OutOfMemoryError: out of memory\n"
         "- Lightning: skipped: there is no package lightning"
-    )
-
-
-def test_a_later_run_replaces_its_variants_and_leaves_the_others():
-    earlier = result("GPT", GPT, failed={"ovpatch": "hung", "ddp": "OutOfMemoryError"})
-    later = result("GPT", [make_round(0, "stock", [20.0]), make_round(0, "ovpatch", [19.0])])
-    assert make_table([earlier, result("GPT", GPT, world=4), later]) == (
-        "| program | where | stock | ovpatch | ovpatch, `dist_optimizer` |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| GPT | 4 H100, 2030-01-01, 2 rounds | 45.0 ms, 13.2 GiB | 37.0 ms (0.83x), 12.5 GiB"
-        " | 45.0 ms (0.90x), 9.0 GiB |\n"
-        "| GPT | 2 H100, 2030-01-01, 1 round | 20.0 ms, 1.0 GiB | 19.0 ms (0.95x), 1.0 GiB"
-        " | 45.0 ms (0.90x), 9.0 GiB |\n"
-        "\n"
-        "- GPT, ovpatch, `ddp` alone: OutOfMemoryError"
     )
 
 

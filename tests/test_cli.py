@@ -485,6 +485,28 @@ def test_reports_of_nodes_are_merged(command, tmp_path):
     assert "models 2, steps 8" in command("report", "--full", str(written))[1]
 
 
+def test_gains_of_ranks_that_differ_are_those_of_the_busiest(command, tmp_path):
+    processes = [
+        Report(
+            "1",
+            "2",
+            "3",
+            7,
+            rank,
+            (
+                FeatureReport(
+                    "ddp", "applied", counters={"models": 1 + rank}, gains=("{models:model}",)
+                ),
+            ),
+        ).to_json()
+        for rank in range(2)
+    ]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(merge_reports(processes)))
+    _, out, _ = command("report", str(path))
+    assert out == "ovpatch:     ddp: 2 models (the busiest of 2 ranks)\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -39,6 +39,8 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 _UNACKNOWLEDGED_MS: Final = 45_000
 # Seconds for node 0 to greet a node that has connected, or the port is not that of ovpatch.
 _GREETING_TIMEOUT_S: Final = 60.0
+# A node sends its first message as soon as it has connected.
+_HELLO_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.2
 _POLL_S: Final = 0.5
 
@@ -90,6 +92,14 @@ class _Link:
                 self._socket.sendfile(source, 0, size) if size else None
         except OSError as error:
             raise _LostError(str(error)) from error
+
+    def receive_within(self, timeout_s: float) -> dict[str, Any]:
+        """Return a header that has no file; raise _LostError if it does not arrive in time."""
+        self._socket.settimeout(timeout_s)
+        try:
+            return self.receive()
+        finally:
+            self._socket.settimeout(None)
 
     def receive(self, choose: Callable[[Mapping[str, Any]], Path] | None = None) -> dict[str, Any]:
         """Return a header, after its file was written to the path that ``choose`` returns for it.
@@ -492,7 +502,8 @@ class Leader:
 
 
 def _greet(link: _Link) -> dict[str, Any]:
-    hello = link.receive()
+    # A stranger may connect and stay silent.
+    hello = link.receive_within(_HELLO_TIMEOUT_S)
     if not {"name", "index", "terms"} <= hello.keys():
         raise _LostError("not ovpatch")
     link.send({"kind": "greeting"})

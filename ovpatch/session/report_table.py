@@ -144,7 +144,18 @@ def _describe_work(worked: Collection[Mapping[str, Any]], ranks: int) -> str:
     if not worked:
         return _NOTHING if ranks > 1 else _NOTHING_ON_ONE
     gains = "; ".join(f"{row['name']}: {_describe_row(row)}" for row in worked)
-    return f"{gains} (each of {ranks} ranks)" if ranks > 1 else gains
+    if ranks == 1:
+        return gains
+    are_alike = all(_did_the_same(row, ranks) for row in worked)
+    return f"{gains} ({'each' if are_alike else 'the busiest'} of {ranks} ranks)"
+
+
+def _did_the_same(row: Mapping[str, Any], ranks: int) -> bool:
+    """Return whether a feature did as much on each rank."""
+    processes = row.get("processes") or []
+    names = row["work"] or list(row["counters"])
+    work = [[process["counters"].get(n, 0) for n in names] for process in processes]
+    return len(work) in (0, ranks) and all(numbers == work[0] for numbers in work)
 
 
 def _describe_row(row: Mapping[str, Any]) -> str:

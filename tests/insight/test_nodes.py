@@ -363,11 +363,13 @@ def test_two_nodes_with_one_number_are_an_error():
         assert "has the same number as another node" in str(node.error)
 
 
-def test_a_program_that_is_not_ovpatch_does_not_disturb_the_meeting(runs):
+def test_a_program_that_is_not_ovpatch_does_not_disturb_the_meeting(runs, monkeypatch):
+    # The fourth one sends a part of a message, and stays silent.
+    monkeypatch.setattr(nodes, "_HELLO_TIMEOUT_S", 0.5)
     port = free_port()
     leader = Node(lambda: enter(0, port))
     strangers = []
-    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2" + bytes(8) + b"[]", b""):
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2" + bytes(8) + b"[]", b"", b"GET "):
         while (stranger := socket.socket()).connect_ex(("127.0.0.1", port)):
             pass
         stranger.send(data) if data else None
