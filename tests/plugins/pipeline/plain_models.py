@@ -166,7 +166,8 @@ class Training(Decoder):
     Args:
         way: ``noise``: all blocks get noise of the model. ``gated noise``: they get it through a gate that starts at
             zero. ``reads``: the later blocks read the output of the first one. ``writes``: the forward writes a
-            parameter, in evaluation too.
+            parameter, in evaluation too. ``drops below`` and ``drops above``: it calls all blocks, and drops the results
+            of some, at small or at large random numbers.
         layerdrop: The probability with which the forward skips a block.
     """
 
@@ -184,13 +185,20 @@ class Training(Decoder):
         if self.training and self.way == "gated noise":
             mask = 1 + self.gate * torch.rand(ids.shape)
         for index, layer in enumerate(self.layers):
-            if self.training and torch.rand([]) < self.layerdrop:
+            number = torch.rand([]) if self.training else torch.tensor(0.5)
+            is_dropped = (
+                number > 1 - self.layerdrop
+                if self.way == "drops above"
+                else number < self.layerdrop
+            )
+            if is_dropped and not self.way.startswith("drops"):
                 continue
-            x = layer(x, mask)
+            result = layer(x, mask)
+            x = x + 0 * result if is_dropped else result
             if self.training and self.way == "reads" and not index:
                 mask = x.detach().mean(-1)
-        result: Tensor = self.head(self.norm(x + self.positions[: ids.shape[1]]))
-        return result
+        output: Tensor = self.head(self.norm(x + self.positions[: ids.shape[1]]))
+        return output
 
 
 class Seeing(nn.Module):

@@ -328,6 +328,10 @@ def _refuse() -> dict[str, str]:
         "output fails": lambda: _cut(Cut(Decoder), Decoder(), output=lambda result: result.no_such),
         "scalar": lambda: _cut(Cut(Decoder), _Losing()),
         "layerdrop": lambda: _cut(Cut(Decoder), Training(layerdrop=0.02)),
+        "dropped results": lambda: _cut(Cut(Decoder), Training("drops below", 0.02)),
+        "results dropped at large numbers": lambda: _cut(
+            Cut(Decoder), Training("drops above", 0.02)
+        ),
         "noise in training": lambda: _cut(Cut(Decoder), Training("noise")),
         "noise through a gate": lambda: _cut(Cut(Decoder), Training("gated noise")),
         "reads in training": lambda: _cut(Cut(Decoder), Training("reads")),
@@ -406,6 +410,8 @@ REASONS = {
     "scalar": "cut(..., output=lambda result: result.logits)",
     "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
     "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",
+    "dropped results": "the output of layers.1 is not the input of layers.2",
+    "results dropped at large numbers": "the output of layers.1 is not the input of layers.2",
     "noise in training": "full model in training mode, first at layers.2",
     "noise through a gate": "full model in training mode, first at layers.2",
     "reads in training": "full model in training mode, first at layers.2",
