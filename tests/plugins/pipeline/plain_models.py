@@ -166,8 +166,8 @@ class Training(Decoder):
     Args:
         way: ``noise``: all blocks get noise of the model. ``gated noise``: they get it through a gate that starts at
             zero. ``reads``: the later blocks read the output of the first one. ``writes``: the forward writes a
-            parameter, in evaluation too. ``drops below`` and ``drops above``: it calls all blocks, and drops the results
-            of some, at small or at large random numbers.
+            parameter, in evaluation too. ``drops below`` and ``drops above``: it calls all blocks, and drops results
+            of some at small or at large random numbers.
         layerdrop: The probability with which the forward skips a block.
     """
 
