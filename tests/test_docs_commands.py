@@ -152,7 +152,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         'make test PYTEST_ARGS="-m gpu --share-gpu --hard-limit 1500"',
     ),
     "installs packages from an index": (
-        "pip install 'ovpatch[megatron]'",
+        "pip install '.[megatron]'",
         "make setup",
         "make docs",
         "git clone URL ovpatch && cd ovpatch",

@@ -130,7 +130,7 @@ def test_a_form_has_fields_that_github_accepts(name):
 
 def test_templates_and_hooks_name_files_that_exist():
     template = (FOLDER / "PULL_REQUEST_TEMPLATE.md").read_text(encoding="utf-8")
-    named = re.findall(r"`([\w/]+\.\w+|\w+/)`", template)
+    named = re.findall(r"`([\w/]+\.\w+|[\w/]+/)`", template)
     assert len(named) >= 4
     assert [path for path in named if not (ROOT / path).exists()] == []
     hooks = [

@@ -259,7 +259,7 @@ def train(
 def _spoil(setup: Setup, more: int) -> None:
     for expert in setup.model.experts:
         if isinstance(expert, InChunks):
-            expert.marks.more = more
+            expert.marks.surplus = more
 
 
 # The number of ranks, and how many of them partition the experts.
