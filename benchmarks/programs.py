@@ -109,6 +109,15 @@ class Row:
 
 _TRAINER: Final = (("transformers",), ("accelerate",))
 _LIGHTNING: Final = (("lightning", "pytorch_lightning"),)
+_LLAMA_B4: Final = Row(
+    "HF Trainer, Llama 1.2B, batch 4",
+    "trainer_llama.py",
+    "--size=1.2b --batch=4 --length=1024 --accumulate=1",
+    steps=10,
+    packages=_TRAINER,
+    has_fsdp2=True,
+    max_together=4,
+)
 _FULL: Final = {
     "nano-124m-compiled": Row("nanoGPT 124M, compiled", "nano_gpt.py", "--size=124m", is_compiled=True),
     "nano-124m": Row("nanoGPT 124M", "nano_gpt.py", "--size=124m"),
@@ -120,20 +129,13 @@ _FULL: Final = {
         "HF Trainer, Llama 1.2B, compiled, 4 microbatches", "trainer_llama.py", "--size=1.2b",
         steps=8, packages=_TRAINER, is_compiled=True, has_fsdp2=True, max_together=3,
     ),
-    "trainer-llama-1.2b-b4": Row(
-        "HF Trainer, Llama 1.2B, batch 4", "trainer_llama.py",
-        "--size=1.2b --batch=4 --length=1024 --accumulate=1",
-        steps=10, packages=_TRAINER, has_fsdp2=True, max_together=4,
+    "trainer-llama-1.2b-b4": _LLAMA_B4,
+    "trainer-llama-1.2b-b4-compiled": replace(
+        _LLAMA_B4, title="HF Trainer, Llama 1.2B, batch 4, compiled", is_compiled=True
     ),
-    "trainer-llama-1.2b-b4-compiled": Row(
-        "HF Trainer, Llama 1.2B, batch 4, compiled", "trainer_llama.py",
-        "--size=1.2b --batch=4 --length=1024 --accumulate=1",
-        steps=10, packages=_TRAINER, is_compiled=True, has_fsdp2=True, max_together=4,
-    ),
-    "trainer-llama-1.2b-b4x4": Row(
-        "HF Trainer, Llama 1.2B, 4 microbatches of 4", "trainer_llama.py",
-        "--size=1.2b --batch=4 --length=1024 --accumulate=4",
-        steps=5, packages=_TRAINER, has_fsdp2=True, max_together=4,
+    "trainer-llama-1.2b-b4x4": replace(
+        _LLAMA_B4, title="HF Trainer, Llama 1.2B, 4 microbatches of 4",
+        arguments="--size=1.2b --batch=4 --length=1024 --accumulate=4", steps=5,
     ),
     "trainer-llama-3.2b": Row(
         "HF Trainer, Llama 3.2B in bf16, compiled, 4 microbatches", "trainer_llama.py",
@@ -551,9 +553,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows = choose_rows(args)
     if args.list:
+        width = max(map(len, rows))
         print(
             "\n".join(
-                f"{name:22}{row.title}: {', '.join(row.variants)}" for name, row in rows.items()
+                f"{name:{width}} {row.title}: {', '.join(row.variants)}"
+                for name, row in rows.items()
             )
         )
         return 0

@@ -7,39 +7,18 @@ module of a folder further out, such as ``overlap.py`` or ``ovpatch.py``.
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib
+import pkgutil
 from typing import Final
 
-from tools.faults import (
-    comm,
-    data_parallel,
-    dist_optimizer,
-    overlap,
-    ovpatch,
-    ovpatch_plugins,
-    peer_rpc,
-    pipeline,
-    recompute,
-    tensors,
-)
 from tools.faults.fault import Fault, FaultNotFoundError
 
 __all__ = ["FAULTS", "FAULTS_BY_ROOM", "Fault", "FaultNotFoundError"]
 
-_MODULES: Final[tuple[ModuleType, ...]] = (
-    comm,
-    data_parallel,
-    dist_optimizer,
-    overlap,
-    ovpatch,
-    ovpatch_plugins,
-    peer_rpc,
-    pipeline,
-    recompute,
-    tensors,
-)
 #: The faults of each module, by the name of the folder that the module is about.
 FAULTS_BY_ROOM: Final[dict[str, tuple[Fault, ...]]] = {
-    module.__name__.rpartition(".")[2]: module.FAULTS for module in _MODULES
+    module.name: importlib.import_module(f"{__name__}.{module.name}").FAULTS
+    for module in pkgutil.iter_modules(__path__)
+    if module.name != "fault"
 }
 FAULTS: Final = tuple(fault for faults in FAULTS_BY_ROOM.values() for fault in faults)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -235,9 +235,8 @@ class StateDictSource(LazySource):
                 # The optimizer updates a tensor of one element in place.
                 kept = current.clone() if isinstance(current, Tensor) else current
                 if (
-                    isinstance(value, Tensor)
+                    _is_plain_scalar(value)
                     and isinstance(kept, Tensor)
-                    and _is_plain_scalar(value)
                     and (kept.dtype, kept.device) == (value.dtype, value.device)
                 ):
                     # A loader that writes into the state dict, such as that of
@@ -290,7 +289,7 @@ class StateDictSource(LazySource):
         return [fetched[key] for key in keys]
 
 
-def _is_plain_scalar(value: Any) -> bool:
+def _is_plain_scalar(value: Any) -> TypeGuard[Tensor]:
     return type(value) is Tensor and value.ndim == 0 and value.layout is torch.strided
 
 

@@ -318,29 +318,21 @@ class _Place:
         # - State of before the forward, by name; empty afterwards
         # Copies of lists, dictionaries and sets.
         self._copies: dict[str, Any] = {}
-        # Copies of tensors that the forward may change in place.
-        self._clones: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}
-        # The same of the tensors inside of lists and dictionaries, by the tensor's id.
-        self._item_clones: dict[str, dict[int, Tensor]] = {}
-        self._item_versions: dict[str, list[int]] = {}
+        # The versions of tensors: of the value, or of those inside of a list or dictionary.
+        self._versions: dict[str, list[int]] = {}
+        # Copies of tensors that the forward may change in place, by the tensor's id.
+        self._clones: dict[str, dict[int, Tensor]] = {}
         for name in values.keys() - _MODULE_FIELDS:
             value = values[name]
             cls: Any = type(value)
             if cls in _PLAIN:
                 continue
-            is_kept = known is None or averages or (id(module), name) in known
             if cls in _CONTAINERS:
                 self._copies[name] = _copy_container(value)
-                self._item_versions[name] = list(map(_version, _list_tensors(value)))
-                if is_kept:
-                    self._item_clones[name] = {
-                        id(tensor): tensor.detach().clone() for tensor in _list_tensors(value)
-                    }
-            elif issubclass(cls, Tensor):
-                self._versions[name] = _version(value)
-                if is_kept:
-                    self._clones[name] = value.detach().clone()
+            if tensors := list(_list_tensors(value)):
+                self._versions[name] = list(map(_version, tensors))
+                if known is None or averages or (id(module), name) in known:
+                    self._clones[name] = {id(tensor): tensor.detach().clone() for tensor in tensors}
             elif is_generator_class(cls):
                 generators.append(value)
 
@@ -359,22 +351,24 @@ class _Place:
             if name in _MODULE_FIELDS:
                 continue
             value, key = before[name], (id(module), name)
-            if name in self._versions and (
-                self._has_averages or key in known or _version(value) != self._versions[name]
-            ):
+            kept = self._copies.get(name, value)
+            tensors = list(_list_tensors(kept)) if name in self._versions else []
+            changed = {
+                id(tensor)
+                for tensor, version in zip(tensors, self._versions.get(name, ()), strict=True)
+                if _version(tensor) != version
+            }
+            if kept is value and (self._has_averages or key in known):
+                changed.update(map(id, tensors))
+            if changed:
                 if name not in self._clones:
                     raise KeyError(name)
                 written.add(key)
-                self.before[name] = _Clone(self._clones[name])
+                clones = {i: clone for i, clone in self._clones[name].items() if i in changed}
+                self.before[name] = _weaken(_put_clones(kept, clones))
             elif name in self._copies:
-                copied = self._copies[name]
-                if list(map(_version, _list_tensors(copied))) != self._item_versions[name]:
-                    if name not in self._item_clones:
-                        raise KeyError(name)
-                    written.add(key)
-                    self.before[name] = _weaken(_put_clones(copied, self._item_clones[name]))
-                elif values.get(name) is not value or not _has_same_items(value, copied):
-                    self.before[name] = _weaken(copied)
+                if values.get(name) is not value or not _has_same_items(value, kept):
+                    self.before[name] = _weaken(kept)
             elif values.get(name, _Missing) is not value:
                 self.before[name] = _weaken(value)
         if is_rebound:
@@ -382,8 +376,6 @@ class _Place:
         self._copies = {}
         self._clones = {}
         self._versions = {}
-        self._item_clones = {}
-        self._item_versions = {}
         return written
 
     def swap_in(self) -> dict[str, Any]:
@@ -438,7 +430,7 @@ def _has_same_items(value: Any, copied: Any) -> bool:
 
 
 def _list_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a list or dictionary, and in the ones inside of it."""
+    """Yield a tensor, or the tensors in a list or dictionary and in the ones inside of it."""
     if type(value) in _DICTIONARIES or type(value) in _LISTS:
         for item in value.values() if type(value) in _DICTIONARIES else value:
             yield from _list_tensors(item)
@@ -447,7 +439,7 @@ def _list_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _put_clones(value: Any, clones: Mapping[int, Tensor]) -> Any:
-    """Return a copy of a container with the clones of its tensors."""
+    """Return the clone of a tensor, or a copy of a list or dictionary with the clones of its tensors."""
     if type(value) in _DICTIONARIES or type(value) in _LISTS:
         return _map_container(value, lambda item: _put_clones(item, clones))
     return _Clone(clones[id(value)]) if id(value) in clones else value
