@@ -553,10 +553,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows = choose_rows(args)
     if args.list:
-        width = max(map(len, rows))
+        width = max(22, *(len(name) + 1 for name in rows))
         print(
             "\n".join(
-                f"{name:{width}} {row.title}: {', '.join(row.variants)}"
+                f"{name:{width}}{row.title}: {', '.join(row.variants)}"
                 for name, row in rows.items()
             )
         )
