@@ -32,7 +32,8 @@ class FinalReads:
     marks its final call, and a peer drops its shards once it has a final call from every rank.
     It also drops them once all ranks have joined another backward, or a given number of them. A
     rank that has turned the feature off may destroy the group, or exit, before its peers have read:
-    it serves final calls until it exits, and its exit waits for them.
+    it serves final calls until it exits or starts calls in another group, and its exit waits for
+    them.
 
     Args:
         group: The process group.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm.consensus import describe_missing, known_hosts, name_ranks
 from ovpatch.overlap.comm.lifetimes import (
+    drop_destroyed,
     group_state,
     group_store,
     group_timeout_s,
@@ -99,9 +100,11 @@ class PeerRpc:
 
     @classmethod
     def _start(cls, group: dist.ProcessGroup) -> PeerRpc:
-        # A script may hold a destroyed group, so its finalizer would not close the server.
-        for owner, rpc in group_values(PeerRpc):
-            if rpc._endpoints.is_destroyed() and not retention.has_retained(owner):
+        # A script may hold a destroyed group, and so may the objects that peers still read. Then its
+        # finalizer would not close the server.
+        drop_destroyed()
+        for _, rpc in group_values(PeerRpc):
+            if rpc._endpoints.is_destroyed():
                 rpc._server.close()
         register_at_exit(_at_exit)
         return cls(group)
