@@ -370,8 +370,8 @@ class GradReducer:
             # `torch.autograd.grad` passes the output as well, and accumulates nothing.
             has_experts = self.facts.has_experts
             nodes = self.owner.find_nodes(self.hooks) if has_experts else self.hooks.nodes
-            if will_accumulate(nodes):
-                self._join_backward()
+            if will_accumulate(nodes) and self.state is ReducerState.ARMED:
+                self._begin_backward()
 
     def _join_backward(self) -> bool:
         """Begin or reopen the armed backward; return whether the running backward is reduced."""
