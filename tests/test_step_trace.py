@@ -83,18 +83,18 @@ STEPS = {
     ("ddp",): {
         "calls": 70,
         "functions": 59,
-        "files": 13,
+        "files": 12,
         "calls above": 53,
         "functions above": 46,
-        "files above": 8,
+        "files above": 7,
     },
     ("ddp", "dist_optimizer"): {
         "calls": 212,
         "functions": 150,
-        "files": 27,
+        "files": 25,
         "calls above": 145,
         "functions above": 117,
-        "files above": 21,
+        "files above": 19,
     },
 }
 

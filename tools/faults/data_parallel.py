@@ -79,7 +79,7 @@ FAULTS: Final = (
     ),
     Fault(
         "one contribution more is expected than declared",
-        _REDUCTION + "grad_readiness.py",
+        _REDUCTION + "grad_sync.py",
         "self.expected[index] = before + count",
         "self.expected[index] = before + count + 1",
         (_DDP_TESTS + "test_declared.py",),

@@ -32,14 +32,14 @@ from ovpatch.overlap.data_parallel.backward_plan import (
 from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment
 from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket
 from ovpatch.overlap.data_parallel.grad_hooks import GradHooks
-from ovpatch.overlap.data_parallel.grad_readiness import (
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
+from ovpatch.overlap.data_parallel.grad_sync import (
     HOOK,
     GradReadiness,
+    GradSync,
     SurplusGradientError,
     register_reducer,
 )
-from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
-from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from ovpatch.overlap.data_parallel.usage_map import UsageMap
 
 # Stock PyTorch's name of this range in profiles.

@@ -25,7 +25,6 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, list_terms
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
-from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import (
     MainParamsState,
     drop_main_params,
@@ -34,7 +33,7 @@ from ovpatch_plugins.dist_optimizer.main_params import (
 from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, call_with_params
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, Shown
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
 from ovpatch_plugins.dist_optimizer.vote_tags import tag_votes
 
