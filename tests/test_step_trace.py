@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import tokenize
 from collections import Counter
@@ -193,6 +194,30 @@ def test_no_two_files_of_a_step_have_one_name(features):
     twice = {name for name, number in names.items() if number > 1}
     found = sorted(file for file in files if os.path.basename(file) in twice ^ SAME_NAMES[features])
     assert twice == SAME_NAMES[features], f"rename one, or remove the name from SAME_NAMES: {found}"
+
+
+# The files whose docstrings are the maps of a step.
+MAPS = {
+    ("ddp",): ("ovpatch/overlap/data_parallel/grad_reducer.py",),
+    ("ddp", "dist_optimizer"): (
+        "ovpatch/overlap/data_parallel/grad_reducer.py",
+        "plugins/ovpatch_plugins/dist_optimizer/sharded_optimizer.py",
+    ),
+}
+
+
+@arms
+def test_the_maps_of_a_step_name_its_files(features):
+    """A reader of the central files finds each file of a step without a search."""
+    texts = [ast.get_docstring(SOURCES[ROOT / path]) or "" for path in MAPS[features]]
+    named = {os.path.basename(path) for path in re.findall(r"``([\w/]+\.py)``", " ".join(texts))}
+    passed = {
+        os.path.basename(file)
+        for file, *_ in trace(*features)["calls"]
+        if not file.startswith(BELOW)
+    }
+    assert passed - named == {os.path.basename(path) for path in MAPS[features]}
+    assert named <= {path.name for path in SOURCES}, "a map names a file that does not exist"
 
 
 def test_a_list_of_functions_names_file_line_and_calls():

@@ -1,4 +1,18 @@
-"""One optimizer whose step is sharded over the ranks of its models' process groups."""
+"""One optimizer whose step is sharded over the ranks of its models' process groups.
+
+The patched ``step`` (``step_patches.py``) finds the sharded optimizer (``optimizer_attach.py``). Its
+:meth:`ShardedOptimizer.step` calls these methods, which lead to these files:
+
+1. ``_find_step_params``: the last gather ends. Parameters with a gradient are found
+   (``sharded_param.py``).
+2. ``_agree_on_step``: ranks vote (``cast_vote`` in ``sharded_grads.py``, ``agreement.py``).
+3. ``_prepare_update``: missing state is created, and peers have read what the step will change.
+4. ``_step_shards``: torch's own step runs on shards (``sharded_state.py``), or on the parameters that
+   this rank owns (``owned_state.py``).
+5. ``_start_gather``: ranks exchange the parameters (``param_all_gather.py``, ``param_broadcast.py``).
+   These are pending (``tensors/pending_param.py``) until their first reader has waited
+   (``tensors/read_hooks.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The state of one optimizer for the parameters of one model, of which each rank keeps a part."""
+"""The state of one optimizer for the parameters of one model, of which each rank keeps a part.
+
+:class:`ShardedState` swaps it around a step and serves peers that read it. :class:`ElementwiseState`
+keeps shards of every tensor, and ``owned_state.py`` all state of the parameters that a rank owns.
+"""
 
 from __future__ import annotations
 
@@ -271,7 +275,7 @@ class ShardedState(LazySource):
         """Start this rank's last calls to peers; return false if no peer can be called.
 
         Args:
-            backwards: The backwards after which peers make their final calls at the latest.
+            backwards: The largest number of backwards until the final calls of peers.
         """
         is_reachable = not PeerRpc.is_destroyed(self.group)
         if is_reachable:
