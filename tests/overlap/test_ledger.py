@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.data_parallel.backward_plan import PlanFacts, plan_backward
-from ovpatch.overlap.data_parallel.grad_readiness import (
+from ovpatch.overlap.data_parallel.grad_sync import (
     HOOK,
     GradReadiness,
     SurplusGradientError,

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ovpatch.overlap.data_parallel.backward_plan import PlanFacts, plan_backward
 from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket
-from ovpatch.overlap.data_parallel.grad_readiness import GradReadiness
-from ovpatch.overlap.data_parallel.grad_sync import GradSync
+from ovpatch.overlap.data_parallel.grad_sync import GradReadiness, GradSync
 from tests.overlap.gradients import backward, params
 
 # The indices of the buckets. Gradients come from the last parameter to the first.

@@ -168,7 +168,7 @@ def waited_for_within() -> dict[str, Any]:
     unpacked._works = [interrupted]
     interrupted.outer = unpacked
     unpacked.wait()
-    first, second = (scatter._ungrouped._exchange._pool.get(4, parts[0]) for _ in range(2))
+    first, second = (scatter._ungrouped._pool.get(4, parts[0]) for _ in range(2))
     return {"parts": parts, "shared": first is second}
 
 

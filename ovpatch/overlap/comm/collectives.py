@@ -243,26 +243,36 @@ class GlooAllGather:
 class GlooReduceScatter:
     """The implementation of :class:`ReduceScatter` for backends that launch each tensor separately.
 
-    It can only sum. Two ranks exchange their shards and add them. More ranks all-reduce, because
-    sums of exchanged shards would round otherwise than those of stock PyTorch. In bf16 and fp16 the
-    difference would be visible.
+    It can only sum. Two ranks exchange their shards by an all-to-all, and each rank adds its own. More ranks
+    all-reduce, because sums of exchanged shards would round otherwise than those of stock PyTorch. In bf16 and fp16
+    the difference would be visible.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._world = group.size()
         self._rank = group.rank()
+        self._pool = BufferPool()
         options = dist.AllreduceOptions()
         options.asyncOp = True
-        # Two terms have the same sum in either order.
-        self._exchange = Exchange(group) if self._world == 2 else None
         self._all_reduce = GlooAllReduce(group, options)
+        self._exchange_options = dist.AllToAllOptions()
+        self._exchange_options.asyncOp = True
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start summing contiguous real tensors of one dtype into the shards of this rank."""
         shards = [shard.view(-1) for shard in outputs]
+        # Row r of each input has the terms of the shard of rank r.
         rows_by_input = [full.view(self._world, -1) for full in inputs]
-        if self._exchange is not None:
-            return self._exchange(shards, rows_by_input)
+        # Two terms have the same sum in either order.
+        if self._world == 2:
+            large, small = _partition_by_size(inputs)
+            exchanges = [self._exchange(rows_by_input[i], [shards[i]], ()) for i in large]
+            if small:
+                exchanges.append(
+                    self._coalesce([shards[i] for i in small], [rows_by_input[i] for i in small])
+                )
+            return exchanges
         works = self._all_reduce(inputs)
 
         def unpack() -> None:
@@ -270,40 +280,14 @@ class GlooReduceScatter:
 
         return [WorkWithEpilogue(works, unpack)]
 
-
-class Exchange:
-    """A reduce-scatter by all-to-all, in which each rank sums its own shard."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._world = group.size()
-        self._pool = BufferPool()
-        self._options = dist.AllToAllOptions()
-        self._options.asyncOp = True
-
-    def __call__(self, shards: Sequence[Tensor], full: Sequence[Tensor]) -> Sequence[Work]:
-        """Start the sums.
-
-        Args:
-            shards: The outputs, of shape ``[size]``.
-            full: The terms, of shape ``[world, size]``; row r is sent to rank r.
-        """
-        large, small = _partition_by_size(full)
-        works = []
-        for i in large:
-            works.append(self._sum_rows(full[i], [shards[i]], ()))
-        if small:
-            works.append(self._coalesce([shards[i] for i in small], [full[i] for i in small]))
-        return works
-
-    def _coalesce(self, shards: list[Tensor], full: list[Tensor]) -> Work:
+    def _coalesce(self, shards: list[Tensor], rows_by_input: list[Tensor]) -> Work:
         sizes = [len(shard) for shard in shards]
-        flat = self._pool.get(self._world * sum(sizes), full[0])
+        flat = self._pool.get(self._world * sum(sizes), rows_by_input[0])
         rows = flat.view(self._world, -1)
-        _copy(rows.split(sizes, dim=1), full)
-        return self._sum_rows(rows, shards, [flat])
+        _copy(rows.split(sizes, dim=1), rows_by_input)
+        return self._exchange(rows, shards, [flat])
 
-    def _sum_rows(self, rows: Tensor, shards: Sequence[Tensor], used: Iterable[Tensor]) -> Work:
+    def _exchange(self, rows: Tensor, shards: Sequence[Tensor], used: Iterable[Tensor]) -> Work:
         """Send row r to rank r, and write the sum of the received rows to the shards in order.
 
         Args:
@@ -312,7 +296,7 @@ class Exchange:
             used: Tensors to return to the pool.
         """
         received = self._pool.get(rows.numel(), rows)
-        work = self._group.alltoall_base(received, rows.reshape(-1), [], [], self._options)
+        work = self._group.alltoall_base(received, rows.reshape(-1), [], [], self._exchange_options)
 
         def unpack() -> None:
             is_single = len(shards) == 1

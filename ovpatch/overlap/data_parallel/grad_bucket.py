@@ -48,9 +48,11 @@ class GradBucket:
         device: The device of the parameters.
         dtype: The dtype of the sum.
         nbytes: The number of bytes that are summed.
+        freeable_nbytes: The number of bytes that :meth:`free_reduced` frees.
     """
 
     flat_below = SMALL_NUMEL
+    freeable_nbytes = 0
 
     def __init__(
         self,
@@ -112,11 +114,6 @@ class GradBucket:
         # The tensor that the collective sums for each large gradient, by position. It is `p.grad`
         # itself if the gradient is reduced in place.
         self._inputs: dict[int, Tensor] = {}
-
-    @property
-    def freeable_nbytes(self) -> int:
-        """Number of bytes that :meth:`free_reduced` frees."""
-        return 0
 
     def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
         """Start the reduction of the tensors that :meth:`pack` or :meth:`make_zeros` returned."""

@@ -1,4 +1,21 @@
-"""The gradient reducer: it reduces the gradients of one model, backward after backward."""
+"""The gradient reducer: it reduces the gradients of one model, backward after backward.
+
+A step passes through these methods of :class:`GradReducer`, and from there through these files:
+
+1. ``prepare_for_forward``: ``DistributedDataParallel`` calls it through its stub
+   (``ddp/reducer_stub.py``). What ranks have agreed on takes effect (``comm/step_flags.py``).
+2. ``arm``: the forward has ended. A patch (``ddp/ddp_attach.py``) has hooks watch its output
+   (``grad_hooks.py``).
+3. ``on_output_reached``: the backward begins. It has a plan (``backward_plan.py``), and a callback at
+   the end of its graph task (``overlap/autograd.py``).
+4. ``on_grad_accumulated``: a hook (``grad_hooks.py``) calls it for each gradient. ``GradSync``
+   (``grad_sync.py``) packs each full bucket (``grad_bucket.py``, or ``sharded_bucket.py`` of
+   ``dist_optimizer``), and starts its collective (``comm/collectives.py``).
+5. ``_finish_backward``: the host waits. Buckets write every ``p.grad``, and the owner counts
+   (``WrapperCalls.after_backward`` in ``ddp/reducer_stub.py``). With ``dist_optimizer`` the host waits
+   in ``sharded_grads.py``, peers learn of new shards (``peer_rpc/sequence_lock.py``), and gradients
+   become lazy (``tensors/lazy_tensor.py``).
+"""
 
 from __future__ import annotations
 
@@ -32,14 +49,14 @@ from ovpatch.overlap.data_parallel.backward_plan import (
 from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment
 from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket
 from ovpatch.overlap.data_parallel.grad_hooks import GradHooks
-from ovpatch.overlap.data_parallel.grad_readiness import (
+from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
+from ovpatch.overlap.data_parallel.grad_sync import (
     HOOK,
     GradReadiness,
+    GradSync,
     SurplusGradientError,
     register_reducer,
 )
-from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
-from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from ovpatch.overlap.data_parallel.usage_map import UsageMap
 
 # Stock PyTorch's name of this range in profiles.
@@ -370,8 +387,8 @@ class GradReducer:
             # `torch.autograd.grad` passes the output as well, and accumulates nothing.
             has_experts = self.facts.has_experts
             nodes = self.owner.find_nodes(self.hooks) if has_experts else self.hooks.nodes
-            if will_accumulate(nodes):
-                self._join_backward()
+            if will_accumulate(nodes) and self.state is ReducerState.ARMED:
+                self._begin_backward()
 
     def _join_backward(self) -> bool:
         """Begin or reopen the armed backward; return whether the running backward is reduced."""

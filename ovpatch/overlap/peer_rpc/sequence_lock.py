@@ -142,14 +142,16 @@ class SequenceLock:
         if self.is_asynchronous and self._staging is None:
             self._staging = get_staging(self.device)
         with self._changed:
-            self._record_event(self._starts, self._begun_version)
+            if self.is_asynchronous:
+                self._record_event(self._starts, self._begun_version)
             self._begun_version = self._begun_version + 1 if version is None else version
 
     def end_update(self) -> None:
         """Mark that the update is complete with the work so far of the current stream."""
         with self._changed:
             self.version = self._begun_version
-            self._record_event(self._ends, self.version)
+            if self.is_asynchronous:
+                self._record_event(self._ends, self.version)
             self._changed.notify_all()
 
     def wait_for_version(self, version: int, timeout_s: float) -> None:
@@ -210,9 +212,7 @@ class SequenceLock:
 
     def _record_event(self, events: dict[int, torch.cuda.Event], version: int) -> None:
         # The host cannot query an event that was recorded in a capture.
-        if self.is_asynchronous and not is_capturing(self.device):
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            events[version] = event
+        if not is_capturing(self.device):
+            events[version] = torch.cuda.current_stream(self.device).record_event()
             if len(events) > _MAX_EVENTS:
                 events.pop(next(iter(events)))

@@ -105,7 +105,7 @@ class ReducerStub(CppStub):
     def watch_output(self, output: Any) -> None:
         """Begin the armed backward when it reaches one of the tensors in ``output``."""
         # An earlier forward may have armed the reducer, and this one ran under `no_sync`.
-        if self.grad_reducer.is_armed:
+        if self.grad_reducer.state is not ReducerState.IDLE:
             watch_outputs(output, self.grad_reducer)
 
     def _delay_all_reduce(self) -> None:

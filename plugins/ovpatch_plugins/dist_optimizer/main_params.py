@@ -15,9 +15,8 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName
-from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_state import Key, States, Swapped
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, Key, States, Swapped
 from ovpatch_plugins.dist_optimizer.sharding_choice import is_low_precision
 
 #: The name of the main parameter in the optimizer's state.

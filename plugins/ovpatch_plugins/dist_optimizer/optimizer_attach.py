@@ -27,7 +27,6 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.pending_param import PENDING
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS, note_unmanaged, remark
-from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
 from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
 from ovpatch_plugins.dist_optimizer.param_all_gather import (
@@ -38,6 +37,7 @@ from ovpatch_plugins.dist_optimizer.param_all_gather import (
 )
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.step_patches import (
     Kind,
     NamedClasses,

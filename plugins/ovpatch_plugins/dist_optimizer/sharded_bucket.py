@@ -161,7 +161,7 @@ class ShardedGradBucket(GradBucket):
         # Elements of one rank's row of the coalesced tensor.
         self._row_numel = sum(self._shard_sizes[i] for i in self._coalesced_positions)
         sharded_numel = sum(self._numels[i] for i in self._sharded_positions)
-        self._freeable_nbytes = sharded_numel * self.dtype.itemsize
+        self.freeable_nbytes = sharded_numel * self.dtype.itemsize
         # The tensor without memory that replaces each sharded gradient once it is freed.
         self._zeros = lazy_tensor.expand_zeros(self._sharded_params)
 
@@ -182,11 +182,6 @@ class ShardedGradBucket(GradBucket):
         self._coalesced_input: Tensor | None = None
         # Padded copies of separate gradients. They must outlive the collective.
         self._padded_inputs: list[Tensor] = []
-
-    @property
-    def freeable_nbytes(self) -> int:
-        """See :class:`GradBucket`."""
-        return self._freeable_nbytes
 
     # ---------------------------------------------------------------- the collective
 

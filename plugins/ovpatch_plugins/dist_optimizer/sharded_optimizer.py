@@ -1,4 +1,18 @@
-"""One optimizer whose step is sharded over the ranks of its models' process groups."""
+"""One optimizer whose step is sharded over the ranks of its models' process groups.
+
+The patched ``step`` (``step_patches.py``) finds the sharded optimizer (``optimizer_attach.py``). Its
+:meth:`ShardedOptimizer.step` calls these methods, which lead to these files:
+
+1. ``_find_step_params``: the last gather ends. Parameters with a gradient are found
+   (``sharded_param.py``).
+2. ``_agree_on_step``: ranks vote (``cast_vote`` in ``sharded_grads.py``, ``agreement.py``).
+3. ``_prepare_update``: missing state is created, and peers have read what the step will change.
+4. ``_step_shards``: torch's own step runs on shards (``sharded_state.py``), or on the parameters that
+   this rank owns (``owned_state.py``).
+5. ``_start_gather``: ranks exchange the parameters (``param_all_gather.py``, ``param_broadcast.py``).
+   These are pending (``tensors/pending_param.py``) until their first reader has waited
+   (``tensors/read_hooks.py``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +39,6 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, list_terms
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
-from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import (
     MainParamsState,
     drop_main_params,
@@ -34,7 +47,7 @@ from ovpatch_plugins.dist_optimizer.main_params import (
 from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, call_with_params
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, Shown
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
 from ovpatch_plugins.dist_optimizer.vote_tags import tag_votes
 

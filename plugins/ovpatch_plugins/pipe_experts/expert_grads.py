@@ -51,7 +51,7 @@ _ERROR_REPLACED: Final = (
 _CONFIG: Final = ReducerConfig(
     facts=PlanFacts(has_experts=True),
     feature="pipe_experts",
-    remedy="declare its contributions (ovpatch.overlap.data_parallel.grad_readiness.expect_gradients)",
+    remedy="declare its contributions (ovpatch.overlap.data_parallel.grad_sync.expect_gradients)",
     # A bucket without a gradient on any rank needs no collective. All ranks freeze the same
     # experts.
     skips_unused=True,
@@ -217,7 +217,7 @@ def expert_data_parallel(
     sum over the ranks that sent tokens in its backward, as
     ``torch.distributed.nn.functional.all_to_all_single`` does. ``no_sync()``, accumulation and
     checkpointing work as for dense parameters. An expert with several declared contributions
-    (:func:`.grad_readiness.expect_gradients`) is reduced when all are marked. Code that adds to
+    (:func:`.grad_sync.expect_gradients`) is reduced when all are marked. Code that adds to
     ``grad`` without autograd multiplies by the number of copies over the number of ranks itself.
 
     Buffers of the experts' modules are local to a rank, and never broadcast. ``clip_grad_norm_``

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch.overlap.data_parallel.grad_readiness import expect_gradients, mark_gradient
+from ovpatch.overlap.data_parallel.grad_sync import expect_gradients, mark_gradient
 from tests.plugins.ddp.arms import Cases, Record, counted, data, seen, table
 from tests.plugins.ddp.checks import check_all, on
 from tests.plugins.ddp.test_failures import Bomb

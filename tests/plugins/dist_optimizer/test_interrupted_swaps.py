@@ -19,7 +19,7 @@ from tests.plugins.dist_optimizer.checks import apply, ddp, params
 from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.support.equality import compare
 
-SWAP_FILES = ("sharded_state.py", "elementwise_state.py", "sharded_param.py")
+SWAP_FILES = ("sharded_state.py", "sharded_param.py")
 # The remaining functions of this file are around the swap.
 SWAP_FUNCTIONS = {
     "sharded_optimizer.py": ("_step_shards", "_swap_out"),
