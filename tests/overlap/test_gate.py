@@ -315,12 +315,12 @@ def tagged(how: str, tags: list[list[int]], in_file: str) -> tuple[int, int, str
         The number of barriers that the rank has passed, the number of methods that raise afterwards, and the error.
     """
     with mock.patch.object(host_barrier, "_BLOCK_BARRIERS", 4):
-        barrier, number = HostBarrier(dist.group.WORLD), 0
+        barrier, passed = HostBarrier(dist.group.WORLD), 0
         if in_file:
             store = dist.FileStore(in_file, dist.get_world_size())
             barrier._store, barrier._is_in_file = dist.PrefixStore(how, store), True
         try:
-            for number, by_rank in enumerate(tags):
+            for by_rank in tags:
                 tag = by_rank[dist.get_rank()]
                 if how == "wait":
                     barrier.wait(tag=tag)
@@ -329,14 +329,15 @@ def tagged(how: str, tags: list[list[int]], in_file: str) -> tuple[int, int, str
                         barrier.arrive(tag)
                     barrier.defer_wait(tag)
                     barrier.finish()
+                passed += 1
         except RuntimeError as error:
             methods = (barrier.wait, barrier.arrive, barrier.defer_wait, barrier.finish)
             texts = [error_of(method) for method in methods]
             # A peer still reads the numbers of the barrier.
             dist.barrier()
-            return number, texts.count(str(error)), str(error)
+            return passed, texts.count(str(error)), str(error)
         dist.barrier()
-        return number + 1, 0, ""
+        return passed, 0, ""
 
 
 def same_tags(world: int, count: int) -> list[list[int]]:
@@ -349,7 +350,7 @@ def test_ranks_that_meet_for_different_collectives_raise(ranks, world, tmp_path)
         path = str(tmp_path / how) if how == "wait" else ""
         assert ranks(world)(tagged, how, same_tags(world, 25), path) == [(25, 0, "")] * world
         for begin in (0, 1, 5, 6):
-            tags = [*same_tags(world, begin), list(range(world - 1)) + [1 << 28], [3] * world]
+            tags = [*same_tags(world, begin), [*range(world - 1), 1 << 28], [3] * world]
             for passed, failures, text in ranks(world)(tagged, how, tags, ""):
                 assert (passed, failures) == (begin, 4), (how, begin)
                 assert "Use the same order on every rank" in text
