@@ -55,10 +55,10 @@ class HostBarrier:
     peers before one of its streams waits for the collective. In between, the host continues,
     because no stream has the collective before the host's other work.
 
-    [Note: tags of barriers] Barriers pair by position, and so do the collectives for which hosts
-    meet. So each arrival carries a tag of its collective. If tags differ, no rank passes: each
-    method raises from then on, before a stream waits for values that belong to another collective.
-    Backwards and steps may interleave differently on each rank, so steps have their own barrier.
+    Barriers pair by position, and so do the collectives for which hosts meet. So each arrival
+    carries a tag of its collective. If tags differ, no rank passes: each method raises from then
+    on, before a stream waits for values that belong to another collective. Backwards and steps may
+    interleave differently on each rank, so steps have their own barrier.
 
     Args:
         group: The process group. Each of its ranks creates the barrier.
@@ -116,7 +116,7 @@ class HostBarrier:
         self._tags = [0, 0]
         # The keys whose numbers count this rank among those that have aborted.
         self._aborted_keys: set[str] = set()
-        # The reason why no rank passes again, "" without one; see [Note: tags of barriers].
+        # The reason why no rank passes again, "" without one.
         self._failure = ""
         # Whether this rank has arrived at a barrier that it has not passed.
         self._has_arrived = False
@@ -163,7 +163,7 @@ class HostBarrier:
         The rank must not call peers until it has waited, and must wait without a flag.
 
         Args:
-            tag: A number that says what the ranks meet for; see [Note: tags of barriers].
+            tag: A number that names the collective. It must be the same on all ranks.
         """
         with self._lock:
             self.finish()

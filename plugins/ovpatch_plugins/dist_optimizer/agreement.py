@@ -144,7 +144,7 @@ class StepVotes:
     all steps. The first vote of a group is a call to all peers, later ones are all-reduces. Hosts
     that run ahead of their devices call peers in each optimizer's first vote and wait in no other.
     They compare digests of their votes when they meet for the next collective of a step, before a
-    stream waits for its values ([Note: tags of barriers]).
+    stream waits for its values.
 
     A rank may wait in a vote for a peer that waits for this rank in a vote of another process
     group, or in a backward of another model. So a rank that waits for some time searches the chain
