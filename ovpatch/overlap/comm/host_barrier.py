@@ -194,11 +194,14 @@ class HostBarrier:
                     try:
                         self._pass(None)
                     except RuntimeError:
-                        group = self._group()
-                        if self._should_abort_collectives and group is not None:
-                            abort_step_communicators(group)
-                            abort_transport(group)
+                        self._abort_collectives()
                         raise
+
+    def _abort_collectives(self) -> None:
+        group = self._group()
+        if self._should_abort_collectives and group is not None:
+            abort_step_communicators(group)
+            abort_transport(group)
 
     def wait(self, flag: bool | None = None, tag: int = 0) -> bool:
         """Arrive, wait until all ranks have arrived, and return whether any rank raised its flag.
@@ -295,6 +298,7 @@ class HostBarrier:
             return False
         if tags != self._tags[place % 2] * self._world:
             self._failure = _ERROR_OTHER_TAG
+            self._abort_collectives()
             raise RuntimeError(self._failure)
         return True
 
