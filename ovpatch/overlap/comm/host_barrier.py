@@ -56,9 +56,9 @@ class HostBarrier:
     because no stream has the collective before the host's other work.
 
     Barriers pair by position, and so do the collectives for which hosts meet. So each arrival
-    carries a tag of its collective. If tags differ, no rank passes: each method raises from then
-    on, before a stream waits for values that belong to another collective. Backwards and steps may
-    interleave differently on each rank, so steps have their own barrier.
+    carries a tag of its collective. If tags differ, no rank passes, and later calls raise as well.
+    So ranks raise before a stream waits for values that belong to another collective. Backwards and
+    steps may interleave differently on each rank, so steps have their own barrier.
 
     Args:
         group: The process group. Each of its ranks creates the barrier.
@@ -77,8 +77,8 @@ class HostBarrier:
     # have ever aborted. An arriving rank replaces its last tag in the sum. No rank is ahead of its
     # peers by more than one barrier, because it waits for them. So while a rank reads the number of
     # its barrier, no peer has arrived at the next barrier with the same number. The last rank to
-    # arrive polls the store once, and a long job leaves few keys. If any rank has aborted, peers
-    # look for the key of their own barrier.
+    # arrive polls the store once, and a long job leaves few keys. If any rank has aborted, each peer
+    # looks for the key of its barrier.
 
     def __init__(self, group: dist.ProcessGroup, name: str = "", topic: str = _TOPIC) -> None:
         store = group_store(group)

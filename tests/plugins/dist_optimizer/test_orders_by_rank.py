@@ -431,7 +431,7 @@ def check_read(stock: list[Record], step: int, read: list[Record | None]) -> Non
     for model, found in zip(("first", "second"), read, strict=True):
         for name, value in (found or {}).items():
             moments = [stock[moment][model][name] for moment in (step - 1, step)]
-            assert any_close(value, moments), f"{name} of the {model} model is that of another one"
+            assert any_close(value, moments), f"{name} of the {model} model has a value of another model"
 
 
 def any_close(value: torch.Tensor, moments: list[torch.Tensor]) -> bool:
