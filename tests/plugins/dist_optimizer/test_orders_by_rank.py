@@ -36,7 +36,6 @@ class Script:
     begin = 0
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
         # Ranks of a group that have voted on different subjects do not vote again, so each case has its own group.
         group = dist.new_group()
         self.models = [ddp(net(), process_group=group) for _ in range(2)]
@@ -67,6 +66,7 @@ class Script:
         return by_rank(items) if step >= self.begin else list(items)
 
     def train(self) -> list[Record]:
+        self.records: list[Record] = []
         records = self.records
         for step in range(STEPS):
             for opt in self.opts:
