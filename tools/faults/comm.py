@@ -49,10 +49,7 @@ FAULTS: Final = (
         "ovpatch/overlap/comm/host_barrier.py",
         "if tags != self._tags[place % 2] * self._world:",
         "if False:",
-        (
-            "tests/overlap/test_gate.py::test_ranks_that_meet_for_different_collectives_raise",
-            "tests/plugins/dist_optimizer/test_orders_by_rank.py",
-        ),
+        ("tests/overlap/test_gate.py::test_ranks_that_meet_for_different_collectives_raise",),
     ),
     Fault(
         "barrier: the tag of an earlier barrier stays in the sum",
