@@ -347,12 +347,12 @@ def test_a_class_has_no_more_methods_and_state(name):
 
 # Logical lines: comments, docstrings, and how a statement is broken into lines do not count.
 ROOMS = {
-    "ovpatch/overlap/comm": 1434,
+    "ovpatch/overlap/comm": 1477,
     "ovpatch/overlap/data_parallel": 1437,
     "ovpatch/overlap/tensors": 567,
     "ovpatch/overlap/peer_rpc": 941,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3600,
+    "plugins/ovpatch_plugins/dist_optimizer": 3606,
 }
 
 

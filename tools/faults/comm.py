@@ -26,8 +26,8 @@ FAULTS: Final = (
     Fault(
         "barrier: hosts pass before the last one has arrived",
         "ovpatch/overlap/comm/host_barrier.py",
-        "return arrivals >= self._arrivals * self._world",
-        "return True",
+        "if arrivals < (place // 2 + 1) * self._world:",
+        "if False:",
         ("tests/overlap/test_gate.py::test_no_rank_leaves_before_the_last_has_arrived",),
     ),
     Fault(
@@ -43,6 +43,27 @@ FAULTS: Final = (
         "except RankMismatchError:",
         "except KeyError:",
         ("tests/overlap/test_gate.py::test_a_rank_may_abort_before_ranks_have_agreed_on_a_name",),
+    ),
+    Fault(
+        "barrier: hosts meet for different collectives",
+        "ovpatch/overlap/comm/host_barrier.py",
+        "if tags != self._tags[place % 2] * self._world:",
+        "if False:",
+        ("tests/overlap/test_gate.py::test_ranks_that_meet_for_different_collectives_raise",),
+    ),
+    Fault(
+        "barrier: the tag of an earlier barrier stays in the sum",
+        "ovpatch/overlap/comm/host_barrier.py",
+        "replaced = self._tags[place % 2] if place >= 2 else 0",
+        "replaced = 0",
+        ("tests/overlap/test_gate.py::test_ranks_that_meet_for_different_collectives_raise",),
+    ),
+    Fault(
+        "barrier: ranks pass again after their tags differed",
+        "ovpatch/overlap/comm/host_barrier.py",
+        "        if self._failure:\n",
+        "        if False:\n",
+        ("tests/overlap/test_gate.py::test_ranks_that_meet_for_different_collectives_raise",),
     ),
     Fault(
         "the failure of another rank is swallowed",
@@ -77,8 +98,8 @@ FAULTS: Final = (
     Fault(
         "the host barrier opens one rank early",
         "ovpatch/overlap/comm/host_barrier.py",
-        "return arrivals >= self._arrivals * self._world",
-        "return arrivals >= self._arrivals * self._world - 1",
+        "if arrivals < (place // 2 + 1) * self._world:",
+        "if arrivals < (place // 2 + 1) * self._world - 1:",
         ("tests/overlap/test_gate.py",),
     ),
     Fault(

@@ -8,6 +8,11 @@ from tools.faults.fault import Fault
 
 _SHARDING: Final = "plugins/ovpatch_plugins/dist_optimizer/"
 _SHARDING_TESTS: Final = "tests/plugins/dist_optimizer/"
+# Cases of three ranks, of which no rank waits for the timeout.
+_RUN_AHEAD: Final = (
+    _SHARDING_TESTS
+    + "test_orders_by_rank.py::test_hosts_that_run_ahead_compute_what_stock_pytorch_does_or_all_raise[3]"
+)
 
 FAULTS: Final = (
     Fault(
@@ -92,9 +97,23 @@ FAULTS: Final = (
     Fault(
         "orders that differ stay unnoticed where ranks do not vote",
         _SHARDING + "sharded_grads.py",
-        "self.votes.reached[VOTES] + tag) % _DIGEST_MODULUS",
-        "0) % _DIGEST_MODULUS",
-        (_SHARDING_TESTS + "test_orders_by_rank.py",),
+        "hash((self.votes.digest, tag, self.backwards))",
+        "hash((self.votes.digest, self.backwards))",
+        (_RUN_AHEAD,),
+    ),
+    Fault(
+        "a read of parameters does not wait until hosts have compared their steps",
+        _SHARDING + "param_all_gather.py",
+        "None if shards.step_barrier is None else shards.step_barrier.finish",
+        "None",
+        (_RUN_AHEAD,),
+    ),
+    Fault(
+        "ranks unscale different optimizers together where they do not vote",
+        _SHARDING + "clip_grad.py",
+        "and shards.votes.num_optimizers > 1",
+        "and False",
+        (_RUN_AHEAD,),
     ),
     Fault(
         "models are gathered in the order of the optimizer's parameters",

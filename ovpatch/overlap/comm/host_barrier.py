@@ -1,6 +1,7 @@
 """A barrier of the ranks' hosts, for collectives in which devices wait for each other.
 
-It carries no values but a flag. It is one of three ways for ranks to agree, see ``comm.consensus``.
+It carries no values but a flag and a tag. It is one of three ways for ranks to agree, see
+``comm.consensus``.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from ovpatch.overlap.comm.lifetimes import (
 from ovpatch.overlap.comm.step_communicators import abort_step_communicators
 
 _TOPIC: Final = "host barrier"
-# A rank that aborts a barrier adds this number to the count of arrivals, which never reaches it.
-_ABORT: Final = 1 << 40
+# This many barriers share two keys of the store, so that a count of arrivals needs few bits.
+_BLOCK_BARRIERS: Final = 1 << 12
+# Stores have signed numbers of 64 bits.
+_NUMBER_BITS: Final = 63
+_MAX_TAG_BITS: Final = 30
 _MAX_PAUSE_S: Final = 0.0005
 _MAX_PAUSE_PER_RANK_S: Final = 2e-5
 
@@ -51,10 +55,16 @@ class HostBarrier:
     peers before one of its streams waits for the collective. In between, the host continues,
     because no stream has the collective before the host's other work.
 
+    Barriers pair by position, and so do the collectives for which hosts meet. So each arrival
+    carries a tag of its collective. If tags differ, no rank passes, and later calls raise as well.
+    So ranks raise before a stream waits for values that belong to another collective. Backwards and
+    steps may interleave differently on each rank, so steps have their own barrier.
+
     Args:
         group: The process group. Each of its ranks creates the barrier.
         name: A name that all ranks have agreed on, and that no other barrier has. Default: the
             ranks agree on a new name when they first arrive.
+        topic: The topic under which ranks agree on the name.
 
     Attributes:
         devices: The devices whose collectives the hosts synchronize for. The backwards of several
@@ -62,12 +72,15 @@ class HostBarrier:
             another. Flags are valid only if there is a single device.
     """
 
-    # The store has one number per barrier, which only grows: the hosts pass barrier n when every
-    # rank has arrived n times. No rank is ahead of its peers by more than one barrier, because it
-    # waits for them. So the last rank to arrive polls the store once, and no keys accumulate.
-    # An aborting rank adds _ABORT to the number. Peers look for its own key only if they see that.
+    # Barriers with even and odd numbers have one number each in the store. Its fields are, from the
+    # lowest bits, the count of arrivals, the sum of the ranks' tags, and the count of ranks that
+    # have ever aborted. An arriving rank replaces its last tag in the sum. No rank is ahead of its
+    # peers by more than one barrier, because it waits for them. So while a rank reads the number of
+    # its barrier, no peer has arrived at the next barrier with the same number. The last rank to
+    # arrive polls the store once, and a long job leaves few keys. If any rank has aborted, each peer
+    # looks for the key of its barrier.
 
-    def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str = "", topic: str = _TOPIC) -> None:
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
         # Whether a failed deferred wait aborts the group's own collectives; see `for_group`.
@@ -82,6 +95,14 @@ class HostBarrier:
         self._store = store
         self._is_in_file = _is_in_file(store)
         self._name = name
+        self._topic = topic
+        rank_bits = self._world.bit_length()
+        count_bits = (_BLOCK_BARRIERS // 2 * self._world).bit_length()
+        tag_bits = max(0, min(_MAX_TAG_BITS, _NUMBER_BITS - count_bits - 2 * rank_bits))
+        self._tag_mask = (1 << tag_bits) - 1
+        # One tag, and one abort, in the number of a barrier.
+        self._tag_unit = 1 << count_bits
+        self._abort_unit = self._tag_unit << (tag_bits + rank_bits)
         # All ranks poll one store, so each rank of a large group must poll less often.
         self._max_pause_s = max(_MAX_PAUSE_S, _MAX_PAUSE_PER_RANK_S * self._world)
 
@@ -91,6 +112,12 @@ class HostBarrier:
         self._lock = threading.RLock()
         # Barriers that this rank has arrived at.
         self._arrivals = 0
+        # The newest tag of this rank in the numbers of barriers with even and odd numbers.
+        self._tags = [0, 0]
+        # The keys whose numbers count this rank among those that have aborted.
+        self._aborted_keys: set[str] = set()
+        # The reason why no rank passes again, "" without one.
+        self._failure = ""
         # Whether this rank has arrived at a barrier that it has not passed.
         self._has_arrived = False
         # Whether all ranks had arrived when this rank did.
@@ -118,20 +145,35 @@ class HostBarrier:
             barrier.devices.add(device)
         return barrier
 
-    def arrive(self) -> None:
+    @classmethod
+    def for_steps(cls, group: dist.ProcessGroup) -> HostBarrier:
+        """Return the barrier of the steps over a group's models, created by the first call.
+
+        A failed deferred wait aborts collectives, as that of :meth:`for_group` does.
+        """
+        barrier = group_state(group).get_or_create(
+            (HostBarrier, "steps"), lambda: cls(group, topic=f"{_TOPIC} of steps")
+        )
+        barrier._should_abort_collectives = True
+        return barrier
+
+    def arrive(self, tag: int = 0) -> None:
         """Count this rank at the next barrier; a second call before :meth:`wait` does nothing.
 
         The rank must not call peers until it has waited, and must wait without a flag.
+
+        Args:
+            tag: A number that names the collective. It must be the same on all ranks.
         """
         with self._lock:
             self.finish()
             if self._world > 1 and not self._has_arrived:
-                self._arrive()
+                self._arrive(tag)
 
-    def defer_wait(self) -> None:
+    def defer_wait(self, tag: int = 0) -> None:
         """Arrive, unless this rank has arrived, and leave the wait to :meth:`finish`."""
         with self._lock:
-            self.arrive()
+            self.arrive(tag)
             self._must_finish = self._world > 1
 
     def finish(self) -> None:
@@ -143,6 +185,8 @@ class HostBarrier:
         Raises:
             RuntimeError: See :meth:`wait`.
         """
+        if self._failure:
+            raise RuntimeError(self._failure)
         if self._must_finish:
             with self._lock:
                 # Another thread may have waited while this one waited for the lock.
@@ -150,28 +194,32 @@ class HostBarrier:
                     try:
                         self._pass(None)
                     except RuntimeError:
-                        group = self._group()
-                        if self._should_abort_collectives and group is not None:
-                            abort_step_communicators(group)
-                            abort_transport(group)
+                        self._abort_collectives()
                         raise
 
-    def wait(self, flag: bool | None = None) -> bool:
+    def _abort_collectives(self) -> None:
+        group = self._group()
+        if self._should_abort_collectives and group is not None:
+            abort_step_communicators(group)
+            abort_transport(group)
+
+    def wait(self, flag: bool | None = None, tag: int = 0) -> bool:
         """Arrive, wait until all ranks have arrived, and return whether any rank raised its flag.
 
         Args:
             flag: Whether this rank raises its flag. Default: ranks exchange no flags; then all of
                 them must omit it.
+            tag: As for :meth:`arrive`.
 
         Raises:
             RuntimeError: Some rank does not arrive within the timeout of the process group, or
-                aborts.
+                aborts, or has another tag.
         """
         if self._world == 1:
             return bool(flag)
         with self._lock:
             self.finish()
-            return self._pass(flag)
+            return self._pass(flag, tag)
 
     def abort(self) -> None:
         """Pass the next barrier without waiting, and make the ranks that wait there raise an error.
@@ -191,21 +239,24 @@ class HostBarrier:
             except RankMismatchError:
                 # Peers that wait at the barrier would have agreed on its name. There are none.
                 return
-            is_arriving = not self._has_arrived
-            self._arrivals += is_arriving
+            share = 0 if self._has_arrived else self._count_arrival(0)
+            number_key = self._get_number_key()
+            if number_key not in self._aborted_keys:
+                self._aborted_keys.add(number_key)
+                share += self._abort_unit
             # A peer that reads the number must find the key.
             self._store.set(f"{key}/aborted at {self._arrivals}", "")
-            self._store.add(key, _ABORT + is_arriving)
+            self._store.add(number_key, share)
             self._has_arrived = False
 
-    def _pass(self, flag: bool | None) -> bool:
+    def _pass(self, flag: bool | None, tag: int = 0) -> bool:
         number = self._arrivals + (not self._has_arrived)
         key = f"{self._get_key()}/raised at {number}"
         # Peers read the flag as soon as the last rank has arrived.
         if flag:
             self._store.set(key, "")
         if not self._has_arrived:
-            self._arrive()
+            self._arrive(tag)
         if not self._is_open:
             self._poll_store()
         self._has_arrived = False
@@ -216,21 +267,40 @@ class HostBarrier:
         self._raised_key = key if flag else ""
         return flag is not None and (flag or self._store.check([key]))
 
-    def _arrive(self) -> None:
-        count = self._store.add(self._get_key(), 1)
-        self._arrivals += 1
+    def _arrive(self, tag: int) -> None:
+        # Ranks may still have to agree on the name, so this precedes the count.
+        self._get_key()
+        share = self._count_arrival(tag & self._tag_mask)
+        count = self._store.add(self._get_number_key(), share)
         # If a peer has aborted this barrier, the check raises, and this rank continues with the
         # next barrier, as the peer does.
         self._is_open = self._have_all_arrived(count)
         # From here on, an interrupted rank returns to the same barrier.
         self._has_arrived = True
 
+    def _count_arrival(self, tag: int) -> int:
+        """Count this rank at its next barrier; return the addend for the barrier's number."""
+        place = self._arrivals % _BLOCK_BARRIERS
+        # The first two barriers of a block have new keys, whose numbers are 0.
+        replaced = self._tags[place % 2] if place >= 2 else 0
+        self._tags[place % 2] = tag
+        self._arrivals += 1
+        return 1 + (tag - replaced) * self._tag_unit
+
     def _have_all_arrived(self, count: int) -> bool:
-        aborts, arrivals = divmod(count, _ABORT)
+        aborts, count = divmod(count, self._abort_unit)
         # The number keeps the aborts of earlier barriers, so only the key names the barrier.
         if aborts and self._store.check([f"{self._get_key()}/aborted at {self._arrivals}"]):
             raise RuntimeError(_ERROR_ABORTED)
-        return arrivals >= self._arrivals * self._world
+        tags, arrivals = divmod(count, self._tag_unit)
+        place = (self._arrivals - 1) % _BLOCK_BARRIERS
+        if arrivals < (place // 2 + 1) * self._world:
+            return False
+        if tags != self._tags[place % 2] * self._world:
+            self._failure = _ERROR_OTHER_TAG
+            self._abort_collectives()
+            raise RuntimeError(self._failure)
+        return True
 
     def _poll_store(self) -> None:
         begin = time.monotonic()
@@ -245,7 +315,7 @@ class HostBarrier:
             time.sleep(min(waited_s / 8, self._max_pause_s))
 
     def _read_count(self) -> int:
-        key = self._get_key()
+        key = self._get_number_key()
         # Adding 0 takes one message, while get() takes two. But a store in a file grows by each
         # addition.
         return int(self._store.get(key)) if self._is_in_file else self._store.add(key, 0)
@@ -260,8 +330,15 @@ class HostBarrier:
             group = self._group()
             assert group is not None
             limit_s = wait_limit_s(group, LATE_START_S) if is_aborting else self._timeout_s
-            self._name = agree_on_name(group, _TOPIC, timeout_s=limit_s, remedy=_REMEDY_MISSING)
+            self._name = agree_on_name(
+                group, self._topic, timeout_s=limit_s, remedy=_REMEDY_MISSING
+            )
         return f"ovpatch/host barrier/{self._name}"
+
+    def _get_number_key(self) -> str:
+        """Return the key of the number of the barrier at which this rank has last arrived."""
+        block, place = divmod(self._arrivals - 1, _BLOCK_BARRIERS)
+        return f"{self._get_key()}/{block}/{place % 2}"
 
 
 def _is_in_file(store: dist.Store) -> bool:
@@ -271,6 +348,11 @@ def _is_in_file(store: dist.Store) -> bool:
 _REMEDY_MISSING: Final = (
     "Check the output of its peers: a rank may have exited, hang, or run other steps "
     "than this rank."
+)
+_ERROR_OTHER_TAG: Final = (
+    "ovpatch: ranks have stepped, clipped or unscaled optimizers in orders that differ, or over "
+    "different parameters, so the values of the last step could not be gathered. Use the same "
+    "order on every rank (a set has none), or turn dist_optimizer off."
 )
 _ERROR_ABORTED: Final = (
     "ovpatch: a rank does not join this collective, because it stepped its optimizer with "

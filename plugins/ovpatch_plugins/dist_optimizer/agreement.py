@@ -143,6 +143,8 @@ class StepVotes:
     tags differ, ranks do not run the same steps: no rank of the group votes again, and torch runs
     all steps. The first vote of a group is a call to all peers, later ones are all-reduces. Hosts
     that run ahead of their devices call peers in each optimizer's first vote and wait in no other.
+    They compare digests of their votes when they meet for the next collective of a step, before a
+    stream waits for its values.
 
     A rank may wait in a vote for a peer that waits for this rank in a vote of another process
     group, or in a backward of another model. So a rank that waits for some time searches the chain
@@ -161,6 +163,8 @@ class StepVotes:
             on its first step.
         reached: The operations that this rank has begun, by name: the number of the newest one.
         inside: The operations that this rank cannot leave without its peers, likewise.
+        digest: A digest of the votes that this rank has cast without waiting for its peers.
+        num_optimizers: The number of optimizers on which ranks have agreed.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -169,6 +173,8 @@ class StepVotes:
         self.has_passed_peers = False
         self.reached: dict[str, int] = {VOTES: 0}
         self.inside: dict[str, int] = {}
+        self.digest = 0
+        self.num_optimizers = 0
 
         # - The group
         self._group = weakref.ref(group)

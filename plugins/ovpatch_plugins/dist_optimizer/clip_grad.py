@@ -231,8 +231,8 @@ def _norms_by_all_reduce(
     for shards in sharded_grads.sort_models(indices_by_model):
         indices = sorted(indices_by_model[shards])
         # A stream waits for the collective below; see [Note: hosts before devices].
-        if shards.host_barrier is not None:
-            shards.host_barrier.wait()
+        if shards.step_barrier is not None and shards.votes is not None:
+            shards.step_barrier.wait(tag=shards.votes.digest)
         local = [
             shards.local_shard(index)
             if _has_full_grad((shards, index))
@@ -370,6 +370,14 @@ def wrap_unscale(original: Unscale) -> Unscale:
         )
         seen_infs = _call_with_shards(optimizer, params, find_infs)
         models = sharded_grads.sort_models(sharded.shards for sharded in params)
+        for shards in {shards.group: shards for shards in models}.values():
+            # A single optimizer has no other order, and its next step compares the digest.
+            if (
+                shards.step_barrier is not None
+                and shards.votes is not None
+                and shards.votes.num_optimizers > 1
+            ):
+                shards.step_barrier.wait(tag=shards.votes.digest)
         for group in dict.fromkeys(shards.group for shards in models):
             for seen in seen_infs.values():
                 communicator = step_communicator(group, seen.device)

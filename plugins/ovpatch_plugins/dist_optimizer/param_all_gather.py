@@ -578,7 +578,7 @@ class ParamAllGather:
             shards.group,
             name=shards.names[first.index],
             communicator=shards.holders.step_communicator(first.param.device),
-            before_wait=None if shards.host_barrier is None else shards.host_barrier.finish,
+            before_wait=None if shards.step_barrier is None else shards.step_barrier.finish,
         )
         views = bucket.make_input_views() if self._updates_in_buffers else {}
         for sharded in params:

@@ -37,7 +37,7 @@ from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
-from ovpatch_plugins.dist_optimizer.agreement import VOTES, OptimizerName, StepVotes, Vote
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, StepVotes, Vote
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
 from ovpatch_plugins.dist_optimizer.sharded_bucket import (
@@ -58,23 +58,12 @@ _ERROR_OTHER_LAYOUT: Final = (
     "before DistributedDataParallel, or turn dist_optimizer off."
 )
 
-_ERROR_OTHER_ORDER: Final = (
-    "ovpatch: ranks have stepped, clipped or unscaled optimizers over {} in orders that differ, or "
-    "over different parameters, so its parameters may be wrong since one of the last steps. Use "
-    "the "
-    "same order on every rank (a set has none), or turn dist_optimizer off."
-)
-
 _ERROR_IN_FLIGHT: Final = (
     "ovpatch: the gradient of parameter '{}' was read, or added to, during a backward that had "
     "already reduced it and freed its memory. Read it after the backward; if several reentrant "
     "checkpoints use the parameter, set use_reentrant=False; or set "
     "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
 )
-
-# A rank's digest of its votes is smaller than this number, so the sum of its squares over 2,047
-# ranks fits in an int32.
-_DIGEST_MODULUS: Final = 1021
 
 
 class ShardedGrads(GradSharder, GradSource):
@@ -121,6 +110,8 @@ class ShardedGrads(GradSharder, GradSource):
             may step unevenly.
         is_stock: Whether torch steps all optimizers over the model, for good.
         votes: The votes of the process group; None if this rank has no peers.
+        step_barrier: The barrier at which hosts meet for the collectives of steps and clips; None
+            as for ``host_barrier``.
         optimizers: The sharded optimizers over these parameters.
         owners: The elements that each rank owns, and the parameters' owners by terms of the
             optimizer and index.
@@ -202,11 +193,11 @@ class ShardedGrads(GradSharder, GradSource):
         # - Steps
         self.is_detached = False
         self.is_stock = False
+        self.step_barrier: HostBarrier | None = None
         if self._world > 1 and host_barrier.is_needed(device):
             self.host_barrier = HostBarrier.for_group(group, device)
+            self.step_barrier = HostBarrier.for_steps(group)
         self.votes = StepVotes.for_group(group, device) if self._world > 1 else None
-        # A digest of the votes that this rank has cast without waiting for its peers.
-        self._votes_digest = 0
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         # The number of optimizers on which ranks have agreed, by their terms.
         self._num_optimizers: Counter[str] = Counter()
@@ -250,29 +241,21 @@ class ShardedGrads(GradSharder, GradSource):
         return self._can_be_sharded[index]
 
     def get_flags(self) -> list[int]:
-        """Return two flags per parameter, and two numbers.
+        """Return two flags per parameter.
 
-        The flags are the gradients that this rank requests sharded, and those that it has read. By
-        the two numbers ranks compare a digest: it is the same on all ranks if their count times the
-        sum of its squares is the square of its sum.
+        They are the gradients that this rank requests sharded, and those that it has read.
         """
         flags = [0] * (2 * len(self.params))
         for index in self._requested:
             flags[index] = 1
         for index in self._read:
             flags[len(self.params) + index] = 1
-        return [*flags, self._votes_digest, self._votes_digest**2]
+        return flags
 
     def apply_flags(self, sums: Sequence[int]) -> list[int] | None:
-        """Shard the gradients that all ranks request and none has read; see :class:`GradSharder`.
-
-        Raises:
-            RuntimeError: Ranks have taken different steps, or steps in another order.
-        """
+        """Shard the gradients that all ranks request and none has read; see :class:`GradSharder`."""
         if sums:
             count = len(self.params)
-            if self._world * sums[-1] != sums[-2] ** 2:
-                raise RuntimeError(_ERROR_OTHER_ORDER.format(self.identity))
             self._agreed = frozenset(
                 i for i in range(count) if sums[i] == self._world and sums[count + i] == 0
             )
@@ -374,7 +357,7 @@ class ShardedGrads(GradSharder, GradSource):
         """Have the hosts meet; see [Note: one dtype on all ranks]."""
         if not self._low_precision_params:
             if self.host_barrier is not None:
-                self.start_host_barrier()
+                self.start_host_barrier(self.host_barrier)
             return
         can_send_low_precision = (
             not self.sharded.isdisjoint(self._low_precision_params)
@@ -400,14 +383,12 @@ class ShardedGrads(GradSharder, GradSource):
             is_sum(i, self.params[i].grad) for i in self._low_precision_params if i in self.sharded
         )
 
-    def start_host_barrier(self) -> None:
-        """Arrive at the host barrier, which this rank must have, and finish it later.
+    def start_host_barrier(self, barrier: HostBarrier) -> None:
+        """Arrive at a barrier, unless this rank has arrived, and finish it later.
 
         In the first steps the host waits immediately, because the load of a kernel may wait for a
         collective that is in flight.
         """
-        barrier = self.host_barrier
-        assert barrier is not None
         (barrier.wait if self.backwards < _NUM_STRICT_BACKWARDS else barrier.defer_wait)()
 
     # ---------------------------------------------------------------- at its end
@@ -555,9 +536,8 @@ class ShardedGrads(GradSharder, GradSource):
         """Make :attr:`is_local` the same on all ranks, which all call this.
 
         A rank with local gradients waits for no peer, because it continues alone, perhaps forever.
-        Peers find that in the vote in which they wait. If ranks do not wait in votes, the step
-        flags show whether they have done the same in the same order, so an error follows within a
-        period.
+        Peers find that in the vote in which they wait. If ranks do not wait in votes, the barrier
+        of steps compares their digests, and its tag raises an error if these differ.
 
         Args:
             tag: The next action of this rank (:func:`.tag_votes`).
@@ -581,9 +561,8 @@ class ShardedGrads(GradSharder, GradSource):
             Vote(tag, text, int(self.is_local), spans_groups), waits=waits
         )
         if not waits:
-            self._votes_digest = (
-                self._votes_digest * 31 + self.votes.reached[VOTES] + tag
-            ) % _DIGEST_MODULUS
+            # A rank that alone skips a step casts the same vote a backward later.
+            self.votes.digest = hash((self.votes.digest, tag, self.backwards))
 
     # ---------------------------------------------------------------- reading
 

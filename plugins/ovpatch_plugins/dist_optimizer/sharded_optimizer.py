@@ -309,8 +309,8 @@ class ShardedOptimizer:
         # From here to the gather this rank calls no peer; see [Note: hosts before devices].
         if self._calls_no_peers:
             for model in self._group_models:
-                if model.host_barrier is not None:
-                    model.host_barrier.arrive()
+                if model.step_barrier is not None and model.votes is not None:
+                    model.step_barrier.arrive(model.votes.digest)
 
     def _step_shards(
         self, stock_step: StockStep, optimizer: Optimizer, args: Any, kwargs: Any
@@ -353,12 +353,12 @@ class ShardedOptimizer:
         finally:
             # Peers wait for the gather even if the state of one parameter could not be described.
             for model in self._group_models:
-                if model.host_barrier is not None:
-                    (
-                        model.start_host_barrier
-                        if self._calls_no_peers
-                        else model.host_barrier.wait
-                    )()
+                if model.step_barrier is None or model.votes is None:
+                    continue
+                if self._calls_no_peers:
+                    model.start_host_barrier(model.step_barrier)
+                else:
+                    model.step_barrier.wait(tag=model.votes.digest)
             self._sync.start(params)
 
     @contextmanager
@@ -415,6 +415,8 @@ class ShardedOptimizer:
         # has dropped.
         for model in models:
             retention.shorten_retention(model.group, may_be_read=False)
+            assert model.votes is not None
+            model.votes.num_optimizers += 1
         COUNTERS.optimizers += 1
         return ""
 
@@ -461,8 +463,8 @@ class ShardedOptimizer:
             return ""
         for model in tags:
             model.is_local = True
-            if model.host_barrier is not None and self._leaves_waiting_hosts(model, is_leaving):
-                model.host_barrier.abort()
+            if model.step_barrier is not None and self._leaves_waiting_hosts(model, is_leaving):
+                model.step_barrier.abort()
                 abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
         return next(filter(None, reasons), REASON_LOCAL)

@@ -25,6 +25,7 @@ from tests.plugins.dist_optimizer import (
     test_main_params,
     test_models,
     test_optimizer_kinds,
+    test_orders_by_rank,
     test_reads_of_gradients,
     test_reads_of_parameters,
     test_scaler,
@@ -203,6 +204,14 @@ def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, copy_engines):
     assert steps == 3
     assert "with gradients that DistributedDataParallel had not reduced" in peer_text
     assert took < 30
+
+
+@pytest.mark.parametrize(
+    "case", ["LaterSteps", "LastSteps", "LastStepsOfOne", "Clips", "LastUnscales"]
+)
+def test_orders_that_differ_are_an_error_before_parameters_are_read(ranks, case):
+    results = ranks(2)(test_orders_by_rank.run_ahead, [case], **NCCL)
+    test_orders_by_rank.check_raising(case, [result[case] for result in results])
 
 
 def test_hosts_whose_gradients_are_all_local_continue(ranks):

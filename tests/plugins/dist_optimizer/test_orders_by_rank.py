@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from tests.plugins.ddp.arms import Record, data
+from ovpatch.overlap.comm import host_barrier
+from tests.plugins.ddp.arms import Record, data, device, named, seeded
 from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support.equality import compare
@@ -37,13 +38,13 @@ class Script:
 
     def __init__(self) -> None:
         # Ranks of a group that have voted on different subjects do not vote again, so each case has its own group.
-        group = dist.new_group()
+        group = dist.new_group(timeout=timedelta(seconds=60))
         self.models = [ddp(net(), process_group=group) for _ in range(2)]
         with torch.no_grad():
             for param in self.models[1].parameters():
                 param.mul_(0.5)
         self.opts = self.make()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=False)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=8.0, enabled=False)
 
     def make(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW(model.parameters(), 0.01) for model in self.models]
@@ -66,7 +67,8 @@ class Script:
         return by_rank(items) if step >= self.begin else list(items)
 
     def train(self) -> list[Record]:
-        records = []
+        self.records: list[Record] = []
+        records = self.records
         for step in range(STEPS):
             for opt in self.opts:
                 opt.zero_grad()
@@ -148,7 +150,8 @@ class Params(Script):
 
     def train(self) -> list[Record]:
         # The keys of the state are the numbers of the parameters, which differ.
-        return super().train()[:-1]
+        self.records = super().train()[:-1]
+        return self.records
 
 
 class Groups(Params):
@@ -220,7 +223,7 @@ class Unscales(Script):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=8.0)
 
     def reduced(self, step: int) -> None:
         for opt in self.order(step, self.opts):
@@ -292,8 +295,10 @@ class ReadsOfState(SaveBeforeOneModel):
 class NoGradient(Script):
     """One rank clears the gradient of one parameter in one step."""
 
+    begin = 3
+
     def reduced(self, step: int) -> None:
-        if step == 3 and dist.get_rank() == 1:
+        if step == self.begin and dist.get_rank() == 1:
             self.models[0].module[0].weight.grad = None
 
 
@@ -326,7 +331,7 @@ CASES: dict[str, type[Script]] = {cls.__name__: cls for cls in (
 
 
 def trained(name: str) -> list[Record]:
-    return CASES[name]().train()
+    return AHEAD[name]().train()
 
 
 def checked(results: list[dict[str, Any]]) -> None:
@@ -349,31 +354,119 @@ def test_ranks_that_differ_in_the_order_of_operations_that_torch_does_not_pair(r
     assert stock <= {"Steps", "Interleaved"}
 
 
-WITHOUT_VOTES = {cls.__name__: cls for cls in (LaterSteps, Clips, LaterInterleaved, Params)}
+class LastSteps(Steps):
+    begin = STEPS - 1
 
 
-def without_votes() -> dict[str, tuple[str, int]]:
-    """Run cases without votes, as on GPUs; return by case the error, and the number of steps before it."""
-    found = {}
-    with apply(), mock.patch.object(ShardedGrads, "has_step_votes", False):
-        for name, make in WITHOUT_VOTES.items():
-            script = make()
-            found[name] = (
-                error_of(script.train),
-                min(script.models[0].reducer.grad_reducer.steps, STEPS),
-            )
-            gc.collect()
+class LastStepsOfOne(Script):
+    """In its last step each rank steps another optimizer, and none follows."""
+
+    begin = STEPS - 1
+
+    def step(self, step: int) -> None:
+        for opt in self.order(step, self.opts)[: 1 if step >= self.begin else 2]:
+            opt.step()
+
+
+class FirstSteps(Steps):
+    """Ranks differ while hosts still wait in each step."""
+
+    begin = 1
+
+
+class LastUnscales(Unscales):
+    """Ranks unscale in different orders in the last step, where one gradient of one model is infinite."""
+
+    begin = STEPS - 1
+
+    def backward(self, step: int) -> None:
+        super().backward(step)
+        if step == self.begin:
+            # Each rank has the infinity after the reduction.
+            for param in self.models[1].parameters():
+                param.grad.mul_(float("inf"))
+
+
+AHEAD = CASES | {cls.__name__: cls for cls in (
+    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales,
+)}  # fmt: skip
+
+# These hosts find the difference in a first vote, or it makes none.
+RIGHT_AHEAD = {
+    "Steps", "NewOptimizers", "Constructions", "Params", "Groups", "ClipOfBoth", "Reads", "Saves",
+    "SaveBeforeOneModel", "ReadsOfState", "LaterInterleaved",
+}  # fmt: skip
+# Hosts on GPUs wait for the timeout if a peer is in a backward while they are in a first vote.
+RAISING_AHEAD = set(AHEAD) - RIGHT_AHEAD - {"Interleaved"}
+
+
+def read_params(model: nn.Module) -> Record | None:
+    """Return the parameters; None if a read raises an error."""
+    found: list[Record] = []
+    return found[0] if error_of(lambda: found.append(params(model))) == "no error" else None
+
+
+def run_ahead(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Run cases stock, and patched with hosts that run ahead of their devices, as on GPUs.
+
+    Returns:
+        By case, the stock records, the patched records up to an error, the error, and the parameters of both models
+        that can be read after it.
+    """
+    found = {name: {"stock": seeded(trained, name)} for name in names}
+    with apply(), mock.patch.object(host_barrier, "is_needed", return_value=True):
+        for name in names:
+            with named(name):
+                torch.manual_seed(0)
+                script = AHEAD[name]()
+                error = error_of(script.train)
+                found[name] |= {"patched": script.records, "error": error}
+                found[name]["read"] = [read_params(model) for model in script.models]
+                del script
+                gc.collect()
     return found
 
 
-def test_without_votes_different_orders_are_an_error_on_all_ranks(ranks):
-    first, second = ranks(2)(without_votes, timeout=120)
-    assert first == second
-    for name, (error, steps) in first.items():
-        if name in ("LaterInterleaved", "Params"):
-            assert error == "no error"
-        else:
-            assert "in orders that differ" in error, name
-            assert steps == WITHOUT_VOTES[name].begin + 2, (
-                "the flags of the next backward report it"
+def check_read(stock: list[Record], step: int, read: list[Record | None]) -> None:
+    """Demand that each element that a script can read after an error has its value before or after the step."""
+    for model, found in zip(("first", "second"), read, strict=True):
+        for name, value in (found or {}).items():
+            moments = [stock[moment][model][name] for moment in (step - 1, step)]
+            assert any_close(value, moments), (
+                f"{name} of the {model} model has a value of another model"
             )
+
+
+def any_close(value: torch.Tensor, moments: list[torch.Tensor]) -> bool:
+    close = [torch.isclose(value, moment, rtol=0, atol=1e-5) for moment in moments]
+    return bool((close[0] | close[1]).all())
+
+
+ON_THREE = ["LaterSteps", "LastSteps", "LastStepsOfOne", "LastUnscales"]
+KNOWN_ERRORS = (
+    "in orders that differ",
+    "does not join this collective",
+    "step different optimizers",
+)
+
+
+def check_raising(name: str, results: list[dict[str, Any]]) -> None:
+    """Demand an error on all ranks in the step in which they differ; see :func:`run_ahead`."""
+    for rank, case in enumerate(results):
+        assert any(text in case["error"] for text in KNOWN_ERRORS), (name, rank, case["error"])
+        assert len(case["patched"]) == AHEAD[name].begin, (name, rank)
+        check_read(case["stock"], AHEAD[name].begin, case["read"])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_hosts_that_run_ahead_compute_what_stock_pytorch_does_or_all_raise(ranks, world):
+    """Check the kind: any order that differs by rank, and no vote before a step, as on GPUs."""
+    raising = sorted(RAISING_AHEAD) if world == 2 else ON_THREE
+    right = sorted(RIGHT_AHEAD) if world == 2 else []
+    results = ranks(world)(run_ahead, [*raising, *right], timeout=200)
+    for name in raising:
+        check_raising(name, [result[name] for result in results])
+    for result in results if world == 2 else ():
+        for name, case in result.items():
+            compare(case["stock"][: len(case["patched"])], case["patched"]).assert_equal()
+            assert name in raising or case["error"] == "no error", (name, case["error"])
