@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from tests.support.hosts import hosts
+from tests.support import patience
+from tests.support.hosts import find_processes_in, hosts
 
 # Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
 FRAMING_BYTES = 300_000
@@ -48,6 +53,39 @@ def test_hosts_have_their_own_names_addresses_and_memory(cluster):
     ):
         with pytest.raises(ValueError, match="only hosts 0 to 1"):
             use_link()
+
+
+# The server of these ranks does not need torch.
+KILLED = """
+import multiprocessing, os, signal, time
+from unittest import mock
+from tests.support import hosts
+from tests.support.hosts import find_processes_in, read_namespace
+
+multiprocessing.set_forkserver_preload(["tests.support.hosts"])
+with hosts.hosts(2) as cluster, mock.patch.object(hosts, "start_server"):
+    with cluster.ranks(1, time.sleep, 600):
+        cluster.start(0, "sleep 600")
+        namespaces = [read_namespace(holder.pid) for holder in cluster._holders]
+        counts = [1, 3, 2]
+        while [len(find_processes_in(namespace)) for namespace in namespaces] != counts:
+            time.sleep(0.05)
+        print(*namespaces, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_of_the_hosts_outlives_a_killed_test(cluster):
+    del cluster
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as test:
+        assert test.stdout is not None
+        namespaces = test.stdout.readline().split()
+    assert test.returncode == -signal.SIGKILL
+    assert len(namespaces) == 3
+    deadline = time.monotonic() + patience.scale(60)
+    while left := [pid for namespace in namespaces for pid in find_processes_in(namespace)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def exchange(numel: int) -> Any:
