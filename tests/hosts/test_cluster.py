@@ -77,7 +77,9 @@ with hosts.hosts(2) as cluster, mock.patch.object(hosts, "start_server"):
 
 def test_nothing_of_the_hosts_outlives_a_killed_test(cluster):
     del cluster
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as test:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True
+    ) as test:
         assert test.stdout is not None
         namespaces = test.stdout.readline().split()
     assert test.returncode == -signal.SIGKILL

@@ -191,7 +191,11 @@ class Cluster:
             (self._folder / f"err{host}").open("w") as err,
         ):
             return subprocess.Popen(
-                [*_END_WITH_TEST, *self.enter(host), *argv], stdout=out, stderr=err, env=environment, text=True
+                [*_END_WITH_TEST, *self.enter(host), *argv],
+                stdout=out,
+                stderr=err,
+                env=environment,
+                text=True,
             )
 
     def finish(self, host: int, program: subprocess.Popen[str], deadline: float) -> Result:

@@ -264,6 +264,7 @@ EXIT_REASONS: Final = (_REASON_EXITED, _REASON_EXITED_IN_CALL)
 #: The beginning of the reason if no address of a rank leads to its server.
 REASON_UNREACHABLE: Final = "cannot be reached"
 _REASON_NO_STORE: Final = "the store that has its address does not reply"
+_REASON_SILENT_HOST: Final = "its host did not reply"
 _REASON_SILENT: Final = "accepts connections but sends nothing"
 
 #: Headers and tensors, by rank.
@@ -316,6 +317,8 @@ class Request:
     def __post_init__(self) -> None:
         # The ranks that have neither replied nor failed.
         self._calls = {rank: _Call(rank) for rank in self.ranks}
+        # The addresses of hosts that did not reply. Each of a lost host's ranks would take as long again.
+        self._silent_hosts: set[tuple[str, ...]] = set()
         self._selector = selectors.DefaultSelector()
         self._pause_s = _MIN_PAUSE_S
 
@@ -384,13 +387,25 @@ class Request:
             if not self.should_retry:
                 self._fail(call, call.state)
             return
-        call.connection = call.endpoint.connect(call.attempt, self.deadline)
+        call.connection = self._open_connection(call.endpoint, call.attempt)
         call.stage = "greeting"
         call.connect_time = time.monotonic()
         # In later attempts, the state has the reason why an earlier one failed.
         if call.attempt == 0:
             call.state = _REASON_SILENT
         self._selector.register(call.connection, selectors.EVENT_READ, call)
+
+    def _open_connection(self, endpoint: Endpoint, attempt: int) -> Connection:
+        host = tuple(endpoint.addresses)
+        if host in self._silent_hosts:
+            raise TimeoutError(_REASON_SILENT_HOST)
+        try:
+            return endpoint.connect(attempt, self.deadline)
+        except OSError as error:
+            # A host that refuses connections is there, and a later attempt may find a lost one again.
+            if not isinstance(error, ConnectionError) and not self.should_retry:
+                self._silent_hosts.add(host)
+            raise
 
     def _read(self, call: _Call) -> None:
         assert call.connection is not None
