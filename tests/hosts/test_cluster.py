@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL
 from tests.support import patience
 from tests.support.hosts import find_processes_in, hosts
 
@@ -132,7 +134,9 @@ def model() -> nn.Sequential:
 def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
     """Return the bytes that this host sends in the last step, the sharded gradients and sums of parameters."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with ovpatch.applied(*features, options=options):
+    # The host is the limit of a model as small as this one, which must not decide.
+    least = mock.patch.dict(MIN_SAVED_NUMEL, {("gloo", "cpu"): 1})
+    with least, ovpatch.applied(*features, options=options):
         wrapped = DistributedDataParallel(model())
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         sent = []
@@ -174,6 +178,19 @@ def test_dist_optimizer_sends_two_sums_over_each_link_at_most(cluster):
     )
     assert all(result[1] > 0 for result in results), "no step was sharded"
     assert results[0][2:] == results[1][2:] == results[2][2:] == results[3][2:]
+
+
+@pytest.mark.parametrize(("per_host", "shards"), [(2, True), (1, False), ([2, 1], False)], ids=str)
+def test_features_chosen_by_default_send_two_sums_over_each_link_at_most(cluster, per_host, shards):
+    """Check that models are left to ddp where hosts cannot keep all state each."""
+    nbytes = 4 * sum(param.numel() for param in model().parameters())
+    options = {"dist_optimizer": {"min_param_numel": 8, "shard": "auto"}}
+    with cluster.ranks(per_host, train, ("ddp", "dist_optimizer"), options, 5) as job:
+        results = job.results()
+    for result in results:
+        assert result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES, (nbytes, results)
+        assert (result[1] > 0) == shards
+        assert result[2:] == results[0][2:]
 
 
 @pytest.mark.parametrize("per_host", [2, 4])

@@ -318,7 +318,7 @@ def test_torchrun_restarts_after_a_host_was_lost_and_training_resumes_on_a_new_o
         f"--rdzv-endpoint 10.77.0.1:29401 {PROGRAM} {tmp_path}"
     )
     env = {"OVPATCH_AUTO": "1", "OVPATCH": "ddp,dist_optimizer", "LOST_AT": "2", "TIMEOUT_S": "8"}
-    # Without it, node 0 of torch 2.13 does not tell the address of its store to a node that joins a later round.
+    # Without it, node 0 of torch 2.13 does not publish the address of its store for a node that joins a later round.
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with hosts(3, rate="200mbit") as cluster:
         first, lost = (cluster.start(host, command, env=env) for host in range(2))

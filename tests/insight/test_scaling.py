@@ -237,7 +237,7 @@ def test_compute_that_nccl_slowed_is_faster_alone_but_not_for_free():
     for arm in ARMS:
         gain = predict(arm, run.facts, four).step_ms
         quiet = predict(arm, replace(run.facts, slowdown_ms_per_gb=0.0), four).step_ms
-        # Copy engines gather the half of what dist_optimizer sends.
+        # Copy engines gather parameters, which are half of the bytes that dist_optimizer sends.
         assert gain - quiet == pytest.approx(slowed * (0.75 if arm == "dist_optimizer" else 1.5))
     huge = [rank_facts(0, backend="nccl", exposed_ms=0.0, buckets=[10**12])] * 2
     assert merge_facts(huge, {"stock": 50.0}).facts.compute_ms == 40.0

@@ -2,7 +2,7 @@
 
 The model simulates one step bucket by bucket. It knows the time of the compute, the bytes of each gradient bucket and
 the rates of the links. Buckets become ready over the backward, and each stage of a reduction is one stream. NCCL takes
-multiprocessors and memory bandwidth from the compute beside it, so compute is slower by a time per sent byte.
+multiprocessors and memory bandwidth from concurrent compute, so compute is slower by a time per sent byte.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]], steps_ms: Mapping[str, float
 
 
 def isolate_compute(facts: StepFacts, layout: Layout) -> StepFacts:
-    """Return the facts of a step as if nothing had been communicated beside its compute.
+    """Return the facts of a step without communication that runs concurrently.
 
     Args:
         facts: The facts, whose ``compute_ms`` was measured in stock PyTorch while ranks communicated.
