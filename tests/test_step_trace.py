@@ -325,9 +325,9 @@ ROOMS = {
     "ovpatch/overlap/comm": 1442,
     "ovpatch/overlap/data_parallel": 1445,
     "ovpatch/overlap/tensors": 567,
-    "ovpatch/overlap/peer_rpc": 941,
+    "ovpatch/overlap/peer_rpc": 946,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3615,
+    "plugins/ovpatch_plugins/dist_optimizer": 3619,
 }
 
 

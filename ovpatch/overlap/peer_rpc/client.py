@@ -264,7 +264,6 @@ EXIT_REASONS: Final = (_REASON_EXITED, _REASON_EXITED_IN_CALL)
 #: The beginning of the reason if no address of a rank leads to its server.
 REASON_UNREACHABLE: Final = "cannot be reached"
 _REASON_NO_STORE: Final = "the store that has its address does not reply"
-_REASON_SILENT_HOST: Final = "its host did not reply"
 _REASON_SILENT: Final = "accepts connections but sends nothing"
 
 #: Headers and tensors, by rank.
@@ -318,7 +317,7 @@ class Request:
         # The ranks that have neither replied nor failed.
         self._calls = {rank: _Call(rank) for rank in self.ranks}
         # The addresses of hosts that did not reply. Each of a lost host's ranks would take as long again.
-        self._silent_hosts: set[tuple[str, ...]] = set()
+        self._silent_hosts: list[Sequence[str]] = []
         self._selector = selectors.DefaultSelector()
         self._pause_s = _MIN_PAUSE_S
 
@@ -387,25 +386,15 @@ class Request:
             if not self.should_retry:
                 self._fail(call, call.state)
             return
-        call.connection = self._open_connection(call.endpoint, call.attempt)
+        if call.endpoint.addresses in self._silent_hosts:
+            raise TimeoutError("its host did not reply")
+        call.connection = call.endpoint.connect(call.attempt, self.deadline)
         call.stage = "greeting"
         call.connect_time = time.monotonic()
         # In later attempts, the state has the reason why an earlier one failed.
         if call.attempt == 0:
             call.state = _REASON_SILENT
         self._selector.register(call.connection, selectors.EVENT_READ, call)
-
-    def _open_connection(self, endpoint: Endpoint, attempt: int) -> Connection:
-        host = tuple(endpoint.addresses)
-        if host in self._silent_hosts:
-            raise TimeoutError(_REASON_SILENT_HOST)
-        try:
-            return endpoint.connect(attempt, self.deadline)
-        except OSError as error:
-            # A host that refuses connections is there, and a later attempt may find a lost one again.
-            if not isinstance(error, ConnectionError) and not self.should_retry:
-                self._silent_hosts.add(host)
-            raise
 
     def _read(self, call: _Call) -> None:
         assert call.connection is not None
@@ -452,6 +441,9 @@ class Request:
         elif is_cut_off:
             self._fail(call, _REASON_EXITED_IN_CALL)
         elif not self.should_retry:
+            # A host that refuses a connection is there.
+            if call.connection is None and call.endpoint and not isinstance(error, ConnectionError):
+                self._silent_hosts.append(call.endpoint.addresses)
             self._fail(call, unreachable)
         else:
             self._reset(call, call.state if call.stage == "reply" else unreachable)

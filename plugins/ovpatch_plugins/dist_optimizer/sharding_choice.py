@@ -114,11 +114,8 @@ class ModelFacts:
             hosts: The number of hosts.
             objection: The reason why hosts do not keep all state each.
         """
-        if hosts == 1:
-            return ""
-        if self.backend == ("gloo", "cpu"):
-            return self._off(f"{objection}, so parameters would cross the links of {hosts} hosts")
-        return self._off(f"not measured on {hosts} hosts")
+        reason = f"{objection}, so parameters would cross the links of {hosts} hosts"
+        return self._off(reason) if hosts > 1 else ""
 
     def _off(self, reason: str) -> str:
         size = f"{_shorten(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
@@ -241,10 +238,8 @@ def _find_host_objection(
         return f"hosts have different numbers of ranks ({counts})"
     if not layout.is_hierarchical:
         return "each host has one rank, which would keep all state"
-    if find_hierarchy_objection(group, device):
-        backend = backend_name(group, device)
-        return f"shards within hosts need gloo on the CPU, not {backend} on {device.type}"
-    return ""
+    objection = find_hierarchy_objection(group, device)
+    return objection and f"shards within hosts need gloo on the CPU, and {objection}"
 
 
 def _shorten(number: int) -> str:

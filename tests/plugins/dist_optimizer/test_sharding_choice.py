@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch import OptionError
+from ovpatch.overlap.comm import hosts
 from ovpatch.overlap.comm.hosts import HostLayout
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch_plugins.dist_optimizer import dist_optimizer_report as report
@@ -86,12 +87,9 @@ def test_the_texts_of_the_choice():
     assert "not measured with backend mpi on cpu" in facts(38.0, 8, ("mpi", "cpu")).objection()
     assert "min_param_numel" in ModelFacts(0, 0, 0, 8, NCCL).objection()
     assert facts(38.0, 8).objection_to_hosts(1, "why") == ""
-    for backend, reason in (
-        (NCCL, "not measured on 2 hosts"),
-        (GLOO, "why, so parameters would cross the links of 2 hosts"),
-    ):
-        text = facts(38.0, 8, backend).objection_to_hosts(2, "why")
-        assert f"ranks: {reason} (shard=always would save 24.8 GiB" in text
+    text = facts(38.0, 8).objection_to_hosts(2, "why")
+    reason = "why, so parameters would cross the links of 2 hosts"
+    assert f"ranks: {reason} (shard=always would save 24.8 GiB" in text
 
 
 # --- choices of ranks ---
@@ -208,13 +206,12 @@ def test_a_model_on_several_hosts_is_not_sharded(ranks):
 def test_hosts_of_a_backend_that_cannot_keep_all_state_each_are_an_error_that_names_it():
     options = {"shard_over": "host"}
     layout = HostLayout.of(["a", "a", "b", "b"], 0)
-    device = mock.patch.object(nn.Parameter, "device", torch.device("cuda"))
-    backend = mock.patch.object(sharding_choice, "backend_name", return_value="nccl")
-    objection = mock.patch.object(sharding_choice, "find_hierarchy_objection", return_value="-")
+    cuda = mock.patch.object(nn.Parameter, "device", torch.device("cuda"))
+    backend = mock.patch.object(hosts, "backend_name", return_value="nccl")
     params = [nn.Parameter(torch.ones(2))]
     group: Any = None
-    error = "shards within hosts need gloo on the CPU, not nccl on cuda. Set OVPATCH_DIST_OPTIMIZER"
-    with device, backend, objection, pytest.raises(OptionError, match=error):
+    error = "shards within hosts need gloo on the CPU, and nccl on cuda chooses its ways between"
+    with cuda, backend, pytest.raises(OptionError, match=error):
         sharding_choice.choose_shard_layout(options, params, group, layout)
 
 
