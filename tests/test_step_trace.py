@@ -350,9 +350,9 @@ ROOMS = {
     "ovpatch/overlap/comm": 1477,
     "ovpatch/overlap/data_parallel": 1437,
     "ovpatch/overlap/tensors": 567,
-    "ovpatch/overlap/peer_rpc": 942,
+    "ovpatch/overlap/peer_rpc": 947,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3606,
+    "plugins/ovpatch_plugins/dist_optimizer": 3610,
 }
 
 

@@ -50,7 +50,7 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
         type=make_int_parser(1),
         metavar="N",
         help="the number of nodes, on each of which you start this command (default: by the launcher). 1: each node "
-        "shows its own ranks",
+        "shows its own ranks, or those that the command starts on nodes that see --out",
     )
     parser.add_argument(
         "--meet",

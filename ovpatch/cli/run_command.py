@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--report", metavar="FILE", type=Path, help="write the merged report of the workers as JSON"
     )
+    add(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="keep the reports of all processes there; it must be empty or new",
+    )
     add("--full", action="store_true", help="print all features and counters at the end")
     command_line.add_features(parser)
     command_line.add_nodes(parser)
@@ -59,6 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     command = command_line.get_command(arguments.command)
     environment = command_line.make_environment(arguments.features)
     command_line.check_file(arguments.report, "--report")
+    command_line.check_folder(arguments.out)
     command_line.check_settings(environment)
     command_line.check_command(command)
     command_line.warn_of_near_misses(environment, "run")
@@ -68,12 +74,12 @@ def main(arguments: argparse.Namespace) -> int:
             "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: only processes that call ovpatch.apply() will "
             "be patched"
         )
-    with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
-        environment[worker_reports.REPORT_DIR] = directory
-        code = _run(command, environment, Path(directory))
-        if place is not None and _is_delivered(place, Path(directory)):
+    with command_line.open_folder(arguments.out) as directory:
+        environment[worker_reports.REPORT_DIR] = str(directory.absolute())
+        code = _run(command, environment, directory)
+        if place is not None and _is_delivered(place, directory):
             return code
-        return _conclude(code, Path(directory), arguments, command)
+        return _conclude(code, directory, arguments, command)
 
 
 def _find_place(arguments: argparse.Namespace, command: list[str]) -> Place | None:

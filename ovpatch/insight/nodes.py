@@ -149,7 +149,8 @@ _ERROR_PORT: Final = (
 )
 _ERROR_MISSING: Final = (
     "not all nodes came within {:g} s: {} missing, {} here. Start the same command on every node at "
-    "about the same time, or give --timeout more seconds."
+    "about the same time, or give --timeout more seconds. If the command itself starts all nodes, give "
+    "--nodes 1, and --out with a folder that all of them see."
 )
 _ERROR_UNREACHABLE: Final = (
     "this node ({}) cannot reach node 0 at {} port {} within {:g} s: {}. Start the same command on "

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ovpatch.session import session_report, worker_exit
+from ovpatch.session import session_report, worker_exit, worker_orders
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -147,7 +147,7 @@ class StepCounter:
     def _write_count(self) -> None:
         pid = os.getpid()
         if self._beat is None or self._beat[0] != pid:
-            path = self._directory / f"beat-{pid}"
+            path = self._directory / f"beat-{worker_orders.number_process()}"
             self._beat = pid, os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
         os.pwrite(self._beat[1], b"%8d" % self.count, 0)
 

@@ -446,20 +446,23 @@ def name_rank(rank: int, hosts: Mapping[int, str]) -> str:
 
 def name_process(pid: int, ranks: Mapping[int, str]) -> str:
     """Return the name of a process for the user, with its rank if that is known."""
-    node, own_pid = divmod(pid, _MAX_PID)
-    name = f"process {own_pid} of node {node}" if node else f"process {pid}"
+    node, own_pid = divmod(pid, worker_orders.MAX_PID)
+    place = f" of node {node}" if node < worker_orders.FIRST_HOST_NUMBER else " of another host"
+    name = f"process {own_pid}{place if node else ''}"
     return f"rank {ranks[pid]} ({name})" if pid in ranks else name
 
 
-# No process id of Linux is larger.
-_MAX_PID: Final = 1 << 22
-_BY_PID: Final = re.compile(r"(process|beat|bench|stacks)-(\d+)(\..*)?")
+_BY_PID: Final = re.compile(r"(process|beat|bench|facts|stacks)-(\d+)(\..*)?")
 
 
 def rename_for_node(name: str, node: int) -> str:
     """Return the name for a file of another node; processes of several nodes may have the same id."""
     match = _BY_PID.fullmatch(name)
-    return f"{match[1]}-{node * _MAX_PID + int(match[2])}{match[3] or ''}" if match else name
+    return (
+        f"{match[1]}-{node * worker_orders.MAX_PID + int(match[2])}{match[3] or ''}"
+        if match
+        else name
+    )
 
 
 def describe_node(folder: Path) -> str:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Orders:
         """Return the orders as environment variables."""
         data = {
             "worker": self.worker,
+            "host": socket.gethostname(),
             "directory": str(self.directory.absolute()),
             "details": dict(self.details),
         }
@@ -56,6 +58,24 @@ def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
         return None
     data = json.loads(text)
     return Orders(data["worker"], Path(data["directory"]), data["details"])
+
+
+#: No process id of Linux is larger.
+MAX_PID: Final = 1 << 22
+#: Hosts without a number of a node get one from here on.
+FIRST_HOST_NUMBER: Final = 1 << 16
+
+
+def number_process(environ: Mapping[str, str] | None = None) -> int:
+    """Return the process id, with a part that differs by host if the tool runs on another one.
+
+    The command may start ranks on several hosts, whose processes may have the same id. They write into one folder.
+    """
+    text = (os.environ if environ is None else environ).get(ORDERS_VARIABLE, "")
+    host = socket.gethostname()
+    if not text or json.loads(text).get("host", host) == host:
+        return os.getpid()
+    return (FIRST_HOST_NUMBER + zlib.crc32(host.encode())) * MAX_PID + os.getpid()
 
 
 def follow_orders() -> None:
@@ -85,7 +105,8 @@ def register_process(directory: Path) -> None:
         name.lower(): os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     }
     identity = {"pid": os.getpid(), "born": time.time(), "host": socket.gethostname(), **launched}
-    save_json(directory / f"process-{os.getpid()}.json", identity)
-    stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
+    number = number_process()
+    save_json(directory / f"process-{number}.json", identity)
+    stacks = (directory / f"stacks-{number}.txt").open("w", encoding="utf-8")
     # faulthandler keeps the file object, so the file stays open.
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from tests.support.hosts import hosts
+from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL
+from tests.support import patience
+from tests.support.hosts import find_processes_in, hosts
 
 # Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
 FRAMING_BYTES = 300_000
@@ -48,6 +55,41 @@ def test_hosts_have_their_own_names_addresses_and_memory(cluster):
     ):
         with pytest.raises(ValueError, match="only hosts 0 to 1"):
             use_link()
+
+
+# The server of these ranks does not need torch.
+KILLED = """
+import multiprocessing, os, signal, time
+from unittest import mock
+from tests.support import hosts
+from tests.support.hosts import find_processes_in, read_namespace
+
+multiprocessing.set_forkserver_preload(["tests.support.hosts"])
+with hosts.hosts(2) as cluster, mock.patch.object(hosts, "start_server"):
+    with cluster.ranks(1, time.sleep, 600):
+        cluster.start(0, "sleep 600")
+        namespaces = [read_namespace(holder.pid) for holder in cluster._holders]
+        counts = [1, 3, 2]
+        while [len(find_processes_in(namespace)) for namespace in namespaces] != counts:
+            time.sleep(0.05)
+        print(*namespaces, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_of_the_hosts_outlives_a_killed_test(cluster):
+    del cluster
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True
+    ) as test:
+        assert test.stdout is not None
+        namespaces = test.stdout.readline().split()
+    assert test.returncode == -signal.SIGKILL
+    assert len(namespaces) == 3
+    deadline = time.monotonic() + patience.scale(60)
+    while left := [pid for namespace in namespaces for pid in find_processes_in(namespace)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def exchange(numel: int) -> Any:
@@ -92,7 +134,9 @@ def model() -> nn.Sequential:
 def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
     """Return the bytes that this host sends in the last step, the sharded gradients and sums of parameters."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with ovpatch.applied(*features, options=options):
+    # The host is the limit of a model as small as this one, which must not decide.
+    least = mock.patch.dict(MIN_SAVED_NUMEL, {("gloo", "cpu"): 1})
+    with least, ovpatch.applied(*features, options=options):
         wrapped = DistributedDataParallel(model())
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         sent = []
@@ -134,6 +178,19 @@ def test_dist_optimizer_sends_two_sums_over_each_link_at_most(cluster):
     )
     assert all(result[1] > 0 for result in results), "no step was sharded"
     assert results[0][2:] == results[1][2:] == results[2][2:] == results[3][2:]
+
+
+@pytest.mark.parametrize(("per_host", "shards"), [(2, True), (1, False), ([2, 1], False)], ids=str)
+def test_features_chosen_by_default_send_two_sums_over_each_link_at_most(cluster, per_host, shards):
+    """Check that models are left to ddp where hosts cannot keep all state each."""
+    nbytes = 4 * sum(param.numel() for param in model().parameters())
+    options = {"dist_optimizer": {"min_param_numel": 8, "shard": "auto"}}
+    with cluster.ranks(per_host, train, ("ddp", "dist_optimizer"), options, 5) as job:
+        results = job.results()
+    for result in results:
+        assert result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES, (nbytes, results)
+        assert (result[1] > 0) == shards
+        assert result[2:] == results[0][2:]
 
 
 @pytest.mark.parametrize("per_host", [2, 4])

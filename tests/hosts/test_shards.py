@@ -162,6 +162,7 @@ def test_hosts_that_cannot_keep_all_state_are_an_error_if_named_and_a_remark_oth
         assert reason in error
         assert "OVPATCH_DIST_OPTIMIZER_SHARD_OVER=auto" in error
         assert reason in remark
+        assert "MiB of parameters over the link of each host (shard=auto" in remark
 
 
 def scaled() -> Any:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ovpatch.session.worker_orders import MAX_PID
 from tests.support.preloaded import Server
 from tests.support.rarely import RARELY
 
@@ -65,6 +67,31 @@ def start(cluster, servers, tmp_path):
     return run
 
 
+@pytest.fixture
+def start_once(cluster, servers, tmp_path):
+    """``start_once(tool, env, *options)`` -> the result of a tool on host 0, whose command starts the ranks of both."""
+    (tmp_path / "tool.py").write_text(TOOL)
+    lines = [
+        f"FIRST_RANK={2 * host} {shlex.join([*servers[host].command(ranks=2), str(PROGRAM)])} &"
+        for host in range(2)
+    ]
+    script = "\n".join([*lines, "wait $! && wait"])
+
+    def run(tool, env, *options):
+        job = {
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": cluster.addresses[0],
+            "MASTER_PORT": str(PORT + 10),
+        }
+        line = [tool, "--features", "ddp", "--nodes", "1", *options, "--", "sh", "-c", script]
+        argv = [*servers[0].command(), str(tmp_path / "tool.py"), *line]
+        program = cluster.start(0, argv, env={**job, **env})
+        return cluster.finish(0, program, time.monotonic() + 240)
+
+    return run
+
+
 def read_only_file(folder):
     """Return the JSON of node 0; the other node must not write any."""
     assert not (folder / "host1").exists()
@@ -95,6 +122,7 @@ def test_a_node_that_does_not_come_is_named_and_nothing_runs(start):
     ((code, out, err),) = start("verify", {}, "--timeout", "1", on=[0])
     assert (code, out) == (3, "")
     assert "1 of 2 nodes is missing, host0 here. Start the same command on every node" in err
+    assert "If the command itself starts all nodes, give --nodes 1, and --out" in err
     assert "run 1" not in err
 
 
@@ -105,6 +133,26 @@ def test_a_node_without_a_route_to_node_0_says_so(cluster, start):
     assert (code, out) == (3, "")
     assert f"this node (host1) cannot reach node 0 at {cluster.addresses[0]} port {PORT}" in err
     assert "choose another one by --meet HOST:PORT" in err
+
+
+def test_a_command_that_starts_all_nodes_is_judged_once_from_a_shared_folder(start_once, tmp_path):
+    found = start_once("verify", {"OTHER": "host1"}, "--steps", "2", "--out", str(tmp_path / "all"))
+    assert found.rc == 1, found.describe()
+    assert found.stdout.startswith("DIFFERENT: first in 'gradient"), found.describe()
+    assert "at step 2 on rank 2 (host host1)" in found.stdout.splitlines()[0]
+    # The numbers of processes on the other host cannot be those of this one.
+    files = (tmp_path / "all" / "patched").glob("process-*.json")
+    hosts = {int(path.stem[8:]) > MAX_PID: json.loads(path.read_text())["host"] for path in files}
+    assert hosts == {False: "host0", True: "host1"}
+
+
+@RARELY
+def test_the_report_of_a_command_that_starts_all_nodes_has_all_ranks(start_once, tmp_path):
+    options = ("--out", str(tmp_path / "all"), "--report", str(tmp_path / "report"))
+    found = start_once("run", {}, *options)
+    assert found.rc == 0, found.describe()
+    report = json.loads((tmp_path / "report").read_text())
+    assert sorted(process["rank"] for process in report["processes"]) == [0, 1, 2, 3]
 
 
 @RARELY

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +17,45 @@ from ovpatch.insight import launch, nodes, variants
 from ovpatch.insight.node_place import Place, find_place
 from ovpatch.insight.nodes import Follower, Leader, NodeError
 from ovpatch.insight.variants import Outcome, Variant
+from ovpatch.session import worker_orders
 from ovpatch.settings.settings import SettingsError
 from tests.support.environment import cleaned, free_port
+
+ROOT = Path(__file__).parents[2]
+
+# --- files of processes ---
+
+
+def test_processes_of_several_hosts_with_one_id_have_their_own_files(monkeypatch, tmp_path):
+    names = ["tool's", "b", "c"]
+    monkeypatch.setattr(socket, "gethostname", lambda: names[0])
+    orders = worker_orders.Orders("worker", tmp_path).variables()
+    numbers = []
+    for name in list(names):
+        names[0] = name
+        numbers.append(worker_orders.number_process(orders))
+    assert numbers[0] == os.getpid()
+    assert len(set(numbers)) == 3
+    assert variants.name_process(numbers[0], {}) == f"process {os.getpid()}"
+    assert variants.name_process(numbers[1], {numbers[1]: "3"}) == (
+        f"rank 3 (process {os.getpid()} of another host)"
+    )
+    # Without a tool there is no other host.
+    assert worker_orders.number_process({}) == os.getpid()
+
+
+def test_all_files_that_are_named_by_processes_get_other_names_on_node_0():
+    written = {
+        name
+        for path in (ROOT / "ovpatch").rglob("*.py")
+        for name in re.findall(
+            r'"(\w+)-\{(?:worker_orders\.)?number(?:_process\(\))?\}', path.read_text()
+        )
+    }
+    assert written == {"beat", "bench", "facts", "process", "stacks"}
+    renamed = {name: variants.rename_for_node(f"{name}-7.json", 1) for name in written}
+    assert not [name for name, new in renamed.items() if new == f"{name}-7.json"]
+
 
 # --- where nodes meet ---
 

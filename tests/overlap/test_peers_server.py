@@ -208,6 +208,31 @@ def test_a_rank_that_exits_during_a_call_is_reported_immediately(server, directo
     assert inquiry.failures == {1: "exited before it had replied"}
 
 
+def test_all_ranks_of_a_lost_host_take_the_time_of_one(directory, monkeypatch):
+    """Check that the end of a rank does not wait for each rank of a host whose link is down."""
+    asked = []
+
+    def get_no_reply(address, timeout):
+        asked.append(address)
+        raise TimeoutError("timed out") if address[0] == "a" else ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket, "create_connection", get_no_reply)
+    for rank in range(8):
+        directory.publish(rank, Endpoint(NOBODY, "elsewhere", ["a" if rank < 4 else "b"], rank))
+    ended = Request(
+        directory, range(8), {"shutdown": True}, time.monotonic() + 60, should_retry=False
+    )
+    ended.run()
+    assert sorted(ended.failures) == list(range(8))
+    assert asked == [("a", 0), *(("b", rank) for rank in range(4, 8))]
+    # A call that waits for its ranks tries each of them again.
+    asked.clear()
+    calls = Request(directory, range(2), {"topic": "echo", "arguments": {}}, time.monotonic() + 60)
+    calls.poll()
+    calls.close()
+    assert asked == [("a", 0), ("a", 1)]
+
+
 def test_silent_connections_of_other_programs_delay_no_caller(server, directory):
     strangers = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(10)]
     directory.publish(1, server.endpoint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from tests.support.environment import clean, updated
 from tests.support.pool import start_server
 from tests.support.scripts import Result
 
-_TOOLS: Final = ("ip", "tc", "unshare", "nsenter", "mount")
+_TOOLS: Final = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 _NAMESPACES: Final = ("net", "uts", "mnt")
 _CLONE_FLAGS: Final = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 _RATE: Final = re.compile(r"[1-9]\d*(k|m|g)bit")
@@ -40,6 +42,10 @@ _NETWORK: Final = "10.77.0"
 # A queue must hold a segment that the kernel has not split yet (64 KiB).
 _BURST: Final = "256kb"
 _PORT: Final = 29400
+# A test that is killed cannot remove its hosts, so the kernel ends their processes with it.
+_DIE_WITH_TEST: Final = ("setpriv", "--pdeathsig", "KILL")
+# Launchers end their workers after this signal.
+_END_WITH_TEST: Final = ("setpriv", "--pdeathsig", "TERM")
 
 _ERROR_RATE: Final = (
     "the rate of a link is {!r}, which tc would not understand. Write a number and a unit: 200mbit."
@@ -109,6 +115,8 @@ class Cluster:
         self.addresses = [f"{_NETWORK}.{host + 1}" for host in range(count)]
         self.names = [f"host{host}" for host in range(count)]
         self._folder = folder
+        # The last job may still hold its port.
+        self._ports = itertools.count(_PORT)
         self._holders: list[subprocess.Popen[bytes]] = []
         # The bridge has a namespace without any host in it.
         self._switch = self._hold("ip link add bridge type bridge && ip link set bridge up")
@@ -183,7 +191,11 @@ class Cluster:
             (self._folder / f"err{host}").open("w") as err,
         ):
             return subprocess.Popen(
-                [*self.enter(host), *argv], stdout=out, stderr=err, env=environment, text=True
+                [*_END_WITH_TEST, *self.enter(host), *argv],
+                stdout=out,
+                stderr=err,
+                env=environment,
+                text=True,
             )
 
     def finish(self, host: int, program: subprocess.Popen[str], deadline: float) -> Result:
@@ -240,7 +252,7 @@ class Cluster:
         shared = {
             "WORLD_SIZE": str(len(places)),
             "MASTER_ADDR": self.addresses[0],
-            "MASTER_PORT": str(_PORT),
+            "MASTER_PORT": str(next(self._ports)),
         }
         start_server(clean(os.environ))
         job = Job()
@@ -269,6 +281,7 @@ class Cluster:
         """Start a process that keeps new namespaces; return its id."""
         holder = subprocess.Popen(
             [
+                *_DIE_WITH_TEST,
                 "unshare",
                 "--net",
                 "--uts",
@@ -378,6 +391,7 @@ def _rank_main(
             if libc.setns(file.fileno(), _CLONE_FLAGS[kind]):
                 raise OSError(ctypes.get_errno(), f"the rank could not enter namespace {kind}")
     os.chdir(folder)
+    threading.Thread(target=_end_with_test, daemon=True).start()
     module, _, qualname = name.partition(":")
     try:
         __import__(module)
@@ -388,6 +402,14 @@ def _rank_main(
         sender.send(result)
     sender.close()
     # The exit handlers of the process run now, as after a script: a rank serves its peers until they have finished.
+
+
+def _end_with_test() -> None:
+    """Wait for the end of the test's process. The parent in the kernel is the fork server, which ranks keep alive."""
+    test = multiprocessing.parent_process()
+    assert test is not None
+    wait([test.sentinel])
+    os._exit(1)
 
 
 def _run(argv: Sequence[str]) -> None:
@@ -405,16 +427,27 @@ def _read_sent_bytes(pid: int) -> int:
     raise RuntimeError(f"process {pid} has no link")
 
 
+def read_namespace(pid: int) -> str:
+    """Return the name of the network namespace of a process; "" if it has ended."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/net")
+    return ""
+
+
+def find_processes_in(namespace: str) -> list[int]:
+    """Return the ids of the processes in a network namespace."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if read_namespace(pid) == namespace]
+
+
 def _kill_processes_of(pid: int) -> None:
     """Kill all processes in the network namespace of a process, which is the last."""
-    own = os.readlink("/proc/self/ns/net")
-    with suppress(OSError):
-        namespace = os.readlink(f"/proc/{pid}/ns/net")
-        # A holder that failed may not have left the namespace of this machine.
-        if namespace != own:
-            for path in Path("/proc").glob("[0-9]*"):
+    namespace = read_namespace(pid)
+    # A holder that failed may not have left the namespace of this machine.
+    if namespace not in ("", read_namespace(os.getpid())):
+        for member in find_processes_in(namespace):
+            if member != pid:
                 with suppress(OSError):
-                    if int(path.name) != pid and os.readlink(path / "ns/net") == namespace:
-                        os.kill(int(path.name), signal.SIGKILL)
+                    os.kill(member, signal.SIGKILL)
     with suppress(OSError):
         os.kill(pid, signal.SIGKILL)

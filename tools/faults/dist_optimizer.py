@@ -369,4 +369,14 @@ FAULTS: Final = (
             + "test_state.py::test_a_distributed_checkpoint_is_loaded_into_the_tensors_of_a_state_dict",
         ),
     ),
+    Fault(
+        "a model is sharded over hosts that cannot keep all state each",
+        _SHARDING + "sharding_choice.py",
+        'facts.objection_to_hosts(len(layout.ranks), objection) if objection else ""',
+        '""',
+        (
+            _SHARDING_TESTS
+            + "test_sharding_choice.py::test_a_model_on_several_hosts_is_not_sharded",
+        ),
+    ),
 )

@@ -119,4 +119,20 @@ FAULTS: Final = (
         "name: sum(",
         ("tests/test_reporting.py",),
     ),
+    Fault(
+        "processes of two hosts with one id write into one file",
+        "ovpatch/session/worker_orders.py",
+        "(FIRST_HOST_NUMBER + zlib.crc32(host.encode())) * MAX_PID + os.getpid()",
+        "os.getpid()",
+        (
+            "tests/insight/test_nodes.py::test_processes_of_several_hosts_with_one_id_have_their_own_files",
+        ),
+    ),
+    Fault(
+        "bench --what-if predicts compute on one device as slow as next to NCCL",
+        "ovpatch/insight/bench/scaling.py",
+        "compute_ms=facts.compute_ms - slowed",
+        "compute_ms=facts.compute_ms",
+        ("tests/insight/test_scaling.py::test_one_gpu_is_predicted_from_two",),
+    ),
 )

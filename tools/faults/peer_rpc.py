@@ -95,4 +95,11 @@ FAULTS: Final = (
         "retention.before_backward.pop()",
         (_SHARDING_TESTS + "test_state_dict.py",),
     ),
+    Fault(
+        "the end of a rank waits for each rank of a lost host",
+        _RPC + "client.py",
+        "                self._silent_hosts.append(call.endpoint.addresses)\n",
+        "                pass\n",
+        ("tests/overlap/test_peers_server.py::test_all_ranks_of_a_lost_host_take_the_time_of_one",),
+    ),
 )

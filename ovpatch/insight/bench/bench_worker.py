@@ -36,7 +36,7 @@ from ovpatch.insight import steps
 from ovpatch.insight.steps import find_root_modules, list_children
 from ovpatch.session import worker_reports
 from ovpatch.session.worker_exit import write_at_exit
-from ovpatch.session.worker_orders import Orders
+from ovpatch.session.worker_orders import Orders, number_process
 
 
 class BorderClock:
@@ -211,7 +211,7 @@ class _Worker:
         if self._pid == os.getpid():
             self._pid = None
             worker_reports.save_json(
-                self._directory / f"bench-{os.getpid()}.json", self._collect_results()
+                self._directory / f"bench-{number_process()}.json", self._collect_results()
             )
 
     def _collect_results(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class _FactsWorker:
         facts["optimizer_ms"] = self._optimizer.read_ms()
         facts["buckets"] = list_bucket_bytes(self._ddp)
         facts["steps"] = self._steps.count
-        worker_reports.save_json(self._directory / f"facts-{os.getpid()}.json", facts)
+        worker_reports.save_json(self._directory / f"facts-{number_process()}.json", facts)
 
 
 class OptimizerClock:

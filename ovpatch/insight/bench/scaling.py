@@ -1,8 +1,8 @@
 """Predictions of a training step on other numbers of hosts and devices, from a step that was measured.
 
 The model simulates one step bucket by bucket. It knows the time of the compute, the bytes of each gradient bucket and
-the rates of the links. Buckets become ready over the backward, and each stage of a reduction is one stream. Compute is
-as fast as it was in the measured step, whatever is communicated.
+the rates of the links. Buckets become ready over the backward, and each stage of a reduction is one stream. NCCL takes
+multiprocessors and memory bandwidth from concurrent compute, so compute is slower by a time per sent byte.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ class StepFacts:
     """The measurements of a step in stock PyTorch, on one rank.
 
     Attributes:
-        compute_ms: The time of a step without the communication that compute does not hide.
+        compute_ms: The time of a step in which nothing is communicated.
         forward_ms: The part of the first microbatch's forward.
         backward_ms: The part of the backward that reduces gradients.
         buckets: The bytes of the gradient buckets, in the order of their reductions.
         optimizer_ms: The part of the optimizer, which ``dist_optimizer`` shards.
         is_gloo: Whether gloo communicates. Then ``ddp`` reduces within hosts first, and ``dist_optimizer`` shards
             within them. NCCL knows the hosts itself.
+        slowdown_ms_per_gb: The time by which compute is longer for each GB that a rank sends.
     """
 
     compute_ms: float
@@ -83,6 +84,7 @@ class StepFacts:
     buckets: tuple[int, ...]
     optimizer_ms: float = 0.0
     is_gloo: bool = False
+    slowdown_ms_per_gb: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,17 @@ def predict(arm: str, facts: StepFacts, layout: Layout) -> Prediction:
     if arm == "dist_optimizer":
         is_by_host = facts.is_gloo and layout.hosts > 1 and layout.per_host > 1
         saved = facts.optimizer_ms * (1 - 1 / (layout.per_host if is_by_host else layout.world))
-    return Prediction(facts.compute_ms - saved + exposed, alone, exposed)
+    compute = facts.compute_ms + _find_slowdown_ms(arm, facts, layout)
+    return Prediction(compute - saved + exposed, alone, exposed)
+
+
+def _find_slowdown_ms(arm: str, facts: StepFacts, layout: Layout) -> float:
+    """Return the time by which communication makes compute longer."""
+    reduce, gather = _make_stages(arm, facts, layout)
+    # Copy engines gather within a host, and take no multiprocessors.
+    stages = [*reduce, *(gather if layout.hosts > 1 else ())]
+    sent = sum(max(stage.within, stage.across) for stage in stages) * sum(facts.buckets)
+    return facts.slowdown_ms_per_gb * sent / 1e9
 
 
 def _run_stages(
@@ -346,6 +358,10 @@ def list_layouts(target: Layout) -> list[Layout]:
 
 # --- the facts of a run ---
 
+#: The milliseconds by which NCCL makes compute longer for each GB that a GPU sends. In a profiled step of 8 GPUs,
+#: 27 GB took 49 ms of their compute (benchmarks/results/ddp_profile.json).
+NCCL_SLOWDOWN_MS_PER_GB: Final = 1.8
+
 
 @dataclass(frozen=True)
 class MeasuredRun:
@@ -402,8 +418,22 @@ def merge_facts(ranks: Sequence[Mapping[str, Any]], steps_ms: Mapping[str, float
         tuple(first["buckets"]),
         optimizer * scale,
         first["backend"] == "gloo",
+        NCCL_SLOWDOWN_MS_PER_GB if first["backend"] == "nccl" else 0.0,
     )
-    return MeasuredRun(facts, merge_layout(ranks), steps_ms, tuple(remarks))
+    layout = merge_layout(ranks)
+    return MeasuredRun(isolate_compute(facts, layout), layout, steps_ms, tuple(remarks))
+
+
+def isolate_compute(facts: StepFacts, layout: Layout) -> StepFacts:
+    """Return the facts of a step without communication that runs concurrently.
+
+    Args:
+        facts: The facts, whose ``compute_ms`` was measured in stock PyTorch while ranks communicated.
+        layout: The layout of that step.
+    """
+    # A GPU of another kind may lose less, and compute takes time in any case.
+    slowed = min(_find_slowdown_ms(STOCK, facts, layout), facts.backward_ms / 2)
+    return replace(facts, compute_ms=facts.compute_ms - slowed)
 
 
 def _make_measured_ring(ranks: Sequence[Mapping[str, Any]], name: str) -> Ring | None:

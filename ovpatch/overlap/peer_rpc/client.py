@@ -316,6 +316,8 @@ class Request:
     def __post_init__(self) -> None:
         # The ranks that have neither replied nor failed.
         self._calls = {rank: _Call(rank) for rank in self.ranks}
+        # The addresses of hosts that did not reply. Each of a lost host's ranks would take as long again.
+        self._silent_hosts: list[Sequence[str]] = []
         self._selector = selectors.DefaultSelector()
         self._pause_s = _MIN_PAUSE_S
 
@@ -384,6 +386,8 @@ class Request:
             if not self.should_retry:
                 self._fail(call, call.state)
             return
+        if call.endpoint.addresses in self._silent_hosts:
+            raise TimeoutError("its host did not reply")
         call.connection = call.endpoint.connect(call.attempt, self.deadline)
         call.stage = "greeting"
         call.connect_time = time.monotonic()
@@ -437,6 +441,9 @@ class Request:
         elif is_cut_off:
             self._fail(call, _REASON_EXITED_IN_CALL)
         elif not self.should_retry:
+            # A host that refuses a connection is there.
+            if call.connection is None and call.endpoint and not isinstance(error, ConnectionError):
+                self._silent_hosts.append(call.endpoint.addresses)
             self._fail(call, unreachable)
         else:
             self._reset(call, call.state if call.stage == "reply" else unreachable)

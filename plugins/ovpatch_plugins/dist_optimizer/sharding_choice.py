@@ -107,10 +107,15 @@ class ModelFacts:
             return ""
         return self._off("the host may be the limit; a step could be longer")
 
-    def objection_to_hosts(self, hosts: int) -> str:
-        """Return the reason why a step on several hosts may become longer; "" if there is none."""
-        # Measurements exist for one host only.
-        return self._off(f"not measured on {hosts} hosts") if hosts > 1 else ""
+    def objection_to_hosts(self, hosts: int, objection: str) -> str:
+        """Return the reason why a step on several hosts may become longer; "" if there is none.
+
+        Args:
+            hosts: The number of hosts.
+            objection: The reason why hosts do not keep all state each.
+        """
+        reason = f"{objection}, so parameters would cross the links of {hosts} hosts"
+        return self._off(reason) if hosts > 1 else ""
 
     def _off(self, reason: str) -> str:
         size = f"{_shorten(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
@@ -160,15 +165,15 @@ def choose_sharding(
 
     if together:
         layout = find_host_layout(group)
-        is_by_host = not _find_host_objection(options, params[0].device, group, layout)
-        world = len(layout.own_ranks) if is_by_host else group.size()
+        objection = _find_host_objection(options, params[0].device, group, layout)
+        world = group.size() if objection else len(layout.own_ranks)
         facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse, world=world)
         # Only if no fact speaks against it: to prepare imports modules and applies patches.
         reason = facts.objection() or prepare()
         reasons = gather_values(group, "dist_optimizer: shard", reason)
         # One rank's reason counts for all ranks.
         reason = next(filter(None, reasons), "") or (
-            "" if is_by_host else facts.objection_to_hosts(len(layout.ranks))
+            facts.objection_to_hosts(len(layout.ranks), objection) if objection else ""
         )
     else:
         facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse)
@@ -199,16 +204,18 @@ def choose_shard_layout(
         return None
     device = params[0].device
     counts = [len(ranks) for ranks in layout.ranks]
+    nbytes = sum(param.numel() * param.element_size() for param in params)
     if objection := _find_host_objection(options, device, group, layout):
         if options["shard_over"] == "host":
             refuse_option("dist_optimizer", OPTIONS, "shard_over", "host", objection)
-        note_choice(f"state is kept once over {len(counts)} hosts (shard_over=auto): {objection}")
+        sent = nbytes * (group.size() - 1) / group.size()
+        note_choice(
+            f"state is kept once over {len(counts)} hosts (shard_over=auto): {objection}. A step "
+            f"sends {sent / 2**20:.1f} MiB of parameters over the link of each host (shard=auto "
+            "would leave such models to ddp)"
+        )
         return None
-    saved = (
-        sum(param.numel() * param.element_size() for param in params)
-        * (len(counts) - 1)
-        // len(counts)
-    )
+    saved = nbytes * (len(counts) - 1) / len(counts)
     note_choice(
         f"each of {len(counts)} hosts keeps all state, over its {counts[0]} ranks "
         f"(shard_over={options['shard_over']}): a step sends {saved / 2**20:.1f} MiB less over the "
@@ -231,7 +238,8 @@ def _find_host_objection(
         return f"hosts have different numbers of ranks ({counts})"
     if not layout.is_hierarchical:
         return "each host has one rank, which would keep all state"
-    return find_hierarchy_objection(group, device)
+    objection = find_hierarchy_objection(group, device)
+    return objection and f"shards within hosts need gloo on the CPU, and {objection}"
 
 
 def _shorten(number: int) -> str:

@@ -17,6 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from ovpatch import OptionError
+from ovpatch.overlap.comm import hosts
+from ovpatch.overlap.comm.hosts import HostLayout
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch_plugins.dist_optimizer import dist_optimizer_report as report
 from ovpatch_plugins.dist_optimizer import sharding_choice
@@ -83,10 +86,10 @@ def test_the_texts_of_the_choice():
     )
     assert "not measured with backend mpi on cpu" in facts(38.0, 8, ("mpi", "cpu")).objection()
     assert "min_param_numel" in ModelFacts(0, 0, 0, 8, NCCL).objection()
-    assert facts(38.0, 8).objection_to_hosts(1) == ""
-    assert "ranks: not measured on 2 hosts (shard=always would save 24.8 GiB" in facts(
-        38.0, 8
-    ).objection_to_hosts(2)
+    assert facts(38.0, 8).objection_to_hosts(1, "why") == ""
+    text = facts(38.0, 8).objection_to_hosts(2, "why")
+    reason = "why, so parameters would cross the links of 2 hosts"
+    assert f"ranks: {reason} (shard=always would save 24.8 GiB" in text
 
 
 # --- choices of ranks ---
@@ -196,7 +199,20 @@ def test_a_model_on_several_hosts_is_not_sharded(ranks):
     results = ranks(2)(chosen_on_hosts, SAVED)
     check([result for result, _ in results], steps=0)
     for _, remarks in results:
-        assert ["not measured on 2 hosts" in text for text in only_of_choice(remarks)] == [True]
+        (text,) = only_of_choice(remarks)
+        assert "each host has one rank, which would keep all state, so parameters would" in text
+
+
+def test_hosts_of_a_backend_that_cannot_keep_all_state_each_are_an_error_that_names_it():
+    options = {"shard_over": "host"}
+    layout = HostLayout.of(["a", "a", "b", "b"], 0)
+    cuda = mock.patch.object(nn.Parameter, "device", torch.device("cuda"))
+    backend = mock.patch.object(hosts, "backend_name", return_value="nccl")
+    params = [nn.Parameter(torch.ones(2))]
+    group: Any = None
+    error = "shards within hosts need gloo on the CPU, and nccl on cuda chooses its ways between"
+    with cuda, backend, pytest.raises(OptionError, match=error):
+        sharding_choice.choose_shard_layout(options, params, group, layout)
 
 
 def chosen_on_hosts(least: int) -> tuple[dict[str, Any], list[str]]:
