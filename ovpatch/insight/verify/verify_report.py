@@ -67,6 +67,8 @@ def _list_details(result: Verification) -> Iterator[str]:
             yield f"{feature:<11} did nothing: {result.idle[feature] or 'it counts nothing'}"
             continue
         counts = [f"{name} {count}" for name, count in counters.items() if count]
+        if feature in result.left_to_stock:
+            counts.append("and some work was left to torch")
         yield f"{feature:<11} {', '.join(counts)}"
         for remark in result.remarks[feature]:
             yield f"{'':<11} {remark}"
