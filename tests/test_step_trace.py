@@ -323,11 +323,11 @@ def test_a_class_has_no_more_methods_and_state(name):
 # Logical lines: comments, docstrings, and how a statement is broken into lines do not count.
 ROOMS = {
     "ovpatch/overlap/comm": 1442,
-    "ovpatch/overlap/data_parallel": 1445,
+    "ovpatch/overlap/data_parallel": 1453,
     "ovpatch/overlap/tensors": 567,
     "ovpatch/overlap/peer_rpc": 941,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3615,
+    "plugins/ovpatch_plugins/dist_optimizer": 3619,
 }
 
 
