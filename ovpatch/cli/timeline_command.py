@@ -120,12 +120,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--step",
-        type=int,
+        type=command_line.parse_integer,
         default=5,
         metavar="K",
         help="first step to record, at least 2 (default: 5)",
     )
-    add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
+    add(
+        "--steps",
+        type=command_line.parse_integer,
+        default=3,
+        metavar="N",
+        help="how many steps to record (default: 3)",
+    )
     add(
         "--compare",
         action="store_true",

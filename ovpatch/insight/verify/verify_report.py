@@ -45,10 +45,10 @@ def _choose_next(result: Verification, command: str) -> str:
     if result.verdict is Conclusion.DIFFERENT:
         names = ",".join(f"-{name}" for name in result.blamed)
         remedy = f"turn it off by OVPATCH={names}, and report it: " if names else "report it: "
-        return f"{remedy}ovpatch verify --out DIR keeps the logs and records of all runs"
+        return f"{remedy}ovpatch verify --out DIR -- {command}   # keeps the logs of all runs"
     if result.verdict is Conclusion.NOT_EXERCISED:
         return f"ovpatch run --full -- {command}"
-    return f"ovpatch verify --out DIR -- {command}, which keeps the logs of all runs"
+    return f"ovpatch verify --out DIR -- {command}   # keeps the logs of all runs"
 
 
 def _list_details(result: Verification) -> Iterator[str]:
