@@ -309,7 +309,7 @@ def _record(
             recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))
         # The second variant may still have something to show.
         except TraceError as error:
-            _say(str(error))
+            _say("interrupted; nothing was recorded" if outcome.interrupted else str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
