@@ -212,7 +212,7 @@ def _run_exit_actions() -> None:
 
 
 def _mark_interrupt() -> None:
-    """Have Python end by SIGINT if Ctrl-C ended the program, as it does without a report.
+    """Have SIGINT end Python if Ctrl-C ended the program, as it does without a report.
 
     Python ends so if the last code that exec() or an import of source compiled left a KeyboardInterrupt. The writers
     of results run such code, for example to create a dataclass, and the process would exit with 1.
