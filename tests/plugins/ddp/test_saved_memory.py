@@ -137,9 +137,10 @@ def test_models_add_up_while_they_live(ranks):
 
 @pytest.mark.gpu(1)
 def test_the_allocator_agrees(ranks):
-    """Without and with ovpatch, the allocator has as much less between two steps as the counter says."""
+    """With ovpatch the allocator holds less between two steps, by as much as the counter says."""
     for stock, patched, saved in ranks(2, "nccl")(measure_allocator):
-        assert stock - patched == saved > 0
+        # A reducer has a few small tensors besides its buckets.
+        assert abs(stock - patched - saved) < saved / 100
 
 
 def measure_allocator() -> tuple[int, int, int]:
