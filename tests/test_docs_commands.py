@@ -37,6 +37,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "ovpatch run --report report.json -- torchrun --nproc-per-node 2 train.py",
         "ovpatch verify -- torchrun --nproc-per-node 2 train.py",
         "ovpatch verify --features ddp -- torchrun --nproc-per-node 2 train.py",
+        "ovpatch verify --steps 3 --json verify.json -- torchrun --nproc-per-node 2 train.py --steps 5",
         "ovpatch verify --features recompute -- torchrun --nproc-per-node 2 train.py",
         "ovpatch verify --features=+dist_optimizer -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH_DDP=0 torchrun --nproc-per-node 2 train.py",
@@ -157,6 +158,16 @@ PLACES: dict[str, tuple[str, ...]] = {
         "make docs",
         "git clone URL ovpatch && cd ovpatch",
     ),
+    "needs several hosts": (
+        "ovpatch verify -- torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id 1 --rdzv-backend c10d "
+        '--rdzv-endpoint "$HEAD:29500" train.py',
+        'ovpatch run --report "report-$SLURM_JOB_ID.json" -- torchrun --nnodes "$SLURM_NNODES" '
+        '--nproc-per-node 8 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint '
+        '"$HEAD:29500" train.py',
+    ),
+    "tests/test_cli.py::test_reports_of_nodes_are_merged": (
+        "ovpatch report report-4711-0.json report-4711-1.json",
+    ),
     "takes seven minutes": ("python -m benchmarks.programs --cpu-time",),
     "takes two minutes": (
         "make demo",
@@ -170,13 +181,21 @@ PLACE = {command: place for place, commands in PLACES.items() for command in com
 
 
 def console() -> list[tuple[str, str]]:
-    """Return each command of the console blocks with its page, as PLACES has it."""
+    """Return each command with its page, as PLACES has it: of console blocks, and of files for CI and schedulers."""
     return [
         (page.relative_to(ROOT).as_posix(), as_here(re.sub(r"\s+#\s.*", "", command)))
         for page in PAGES
-        for commands in console_blocks(page)
+        for commands in [*console_blocks(page), *list_commands_of_files(page)]
         for command in commands
     ]
+
+
+def list_commands_of_files(page: Path) -> Iterator[list[str]]:
+    """Yield the commands of ovpatch and python in each block of bash and YAML."""
+    for block in (text for language in ("bash", "yaml") for text in blocks(page, language)):
+        lines = re.sub(r"\\\n\s*", "", block).splitlines()
+        # A shell of Slurm gets its command in quotes.
+        yield [line.strip(" '") for line in lines if re.match(r"\s*(?:ovpatch|python3?) ", line)]
 
 
 def test_every_command_has_a_place_and_no_other():
