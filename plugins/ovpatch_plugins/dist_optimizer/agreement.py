@@ -333,8 +333,12 @@ class StepVotes:
                 )
                 votes |= {rank: Vote(**header) for rank, (header, _) in replies.items() if header}
                 missing = [rank for rank in self._peers if rank not in votes]
-                late = [dist.get_global_rank(group, rank) for rank in missing]
-                if late and self._can_end(number, own.text, time.monotonic() - begin, late):
+                if missing and self._can_end(
+                    number,
+                    own.text,
+                    time.monotonic() - begin,
+                    [dist.get_global_rank(group, rank) for rank in missing],
+                ):
                     return False
         except PeerError as error:
             self._end(f"{error} {_REMEDY}")

@@ -204,8 +204,8 @@ def test_replacements_of_another_library_are_left_to_it_and_reported(ranks):
         assert counters["stock_calls"] == 2 * rows + 1
         text = " ".join(remarks)
         assert (
-            "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's"
-            in text
+            "a row-parallel linear: another library has replaced "
+            "reduce_scatter_to_sequence_parallel_region" in text
         )
         assert "a column-parallel linear: an operator does not support grad_output_buffer" in text
 
