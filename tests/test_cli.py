@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -152,6 +153,11 @@ def test_the_terminal_is_as_wide_as_it_is(command, monkeypatch, columns):
         ),
         (("list", "--jsn"), "ovpatch list: error: unknown option --jsn (did you mean '--json'?)"),
         (("verfy", "--", "true"), "unknown command 'verfy' (did you mean 'verify'?)"),
+        (("list", "ddp", "tp_linear"), "ovpatch list: error: unexpected word tp_linear"),
+        (
+            ("run", "--features", "-ddp", "--", "true"),
+            "error: --features needs a value. If it begins with a dash, write --features=-…",
+        ),
     ],
 )
 def test_a_misspelt_word_gets_a_suggestion(capsys, line, said):
@@ -159,6 +165,27 @@ def test_a_misspelt_word_gets_a_suggestion(capsys, line, said):
         main.main(line)
     assert ended.value.code == ExitCode.USAGE
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_a_value_that_cannot_be_parsed_is_explained_without_names_of_functions(capsys, name):
+    """argparse shows the name of the parser if it raises ValueError."""
+    (subparsers,) = (a for a in main._make_parser(name)._actions if a.dest == "subcommand")
+    for action in subparsers.choices[name]._actions:
+        if action.type in (None, Path):
+            continue
+        for value in ("x", "", "-1", "1e999", "nan"):
+            with contextlib.suppress(SystemExit):
+                main.main((name, f"{action.option_strings[0]}={value}", "--", "no-such-program"))
+            err = capsys.readouterr().err
+            assert "invalid" not in err, err
+            assert f"argument {action.option_strings[0]}: {value} is " in err or value == "-1", err
+
+
+def test_run_meets_nodes_for_a_report_alone(command):
+    code, _, err = command("run", "--nodes", "2", "--", "true")
+    assert code == ExitCode.USAGE
+    assert err.endswith("they need a file for it. Add --report FILE, or leave them out.\n")
 
 
 RUNNERS = ("run", "verify", "bench", "timeline")
@@ -192,6 +219,12 @@ MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
         "Put its launcher before it: torchrun train.py",
     ),
     "a folder": ({}, ("--", "/"), ExitCode.NOT_EXECUTABLE, "/: not executable"),
+    "a script that is no program": (
+        {},
+        ("--", "./script.py"),
+        ExitCode.NOT_EXECUTABLE,
+        "./script.py: not executable (Permission denied). Put its launcher before it: torchrun",
+    ),
 }
 
 
@@ -200,6 +233,7 @@ MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
 def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, runner, mistake):
     site.plugin("broken", extra="raise RuntimeError('boom')")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
     variables, words, expected, said = MISTAKES[mistake]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

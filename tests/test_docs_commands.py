@@ -20,7 +20,7 @@ from ovpatch.cli import main
 from tests.support import scripts
 from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
-from tests.test_docs import PAGES, ROOT, docstrings
+from tests.test_docs import PAGES, ROOT, blocks, docstrings
 from tools.run_commands import TRAIN, as_here, console_blocks
 
 SMALL = "--layers=1 --width=32 --context=16 --batch-size=2 --device=cpu --steps=2"
@@ -37,6 +37,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "ovpatch run --report report.json -- torchrun --nproc-per-node 2 train.py",
         "ovpatch verify -- torchrun --nproc-per-node 2 train.py",
         "ovpatch verify --features ddp -- torchrun --nproc-per-node 2 train.py",
+        "ovpatch verify --steps 3 --json verify.json -- torchrun --nproc-per-node 2 train.py --steps 5",
         "ovpatch verify --features recompute -- torchrun --nproc-per-node 2 train.py",
         "ovpatch verify --features=+dist_optimizer -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH_DDP=0 torchrun --nproc-per-node 2 train.py",
@@ -157,6 +158,16 @@ PLACES: dict[str, tuple[str, ...]] = {
         "make docs",
         "git clone URL ovpatch && cd ovpatch",
     ),
+    "needs several hosts": (
+        "ovpatch verify -- torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id 1 --rdzv-backend c10d "
+        '--rdzv-endpoint "$HEAD:29500" train.py',
+        'ovpatch run --report "report-$SLURM_JOB_ID.json" -- torchrun --nnodes "$SLURM_NNODES" '
+        '--nproc-per-node 8 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint '
+        '"$HEAD:29500" train.py',
+    ),
+    "tests/test_cli.py::test_reports_of_nodes_are_merged": (
+        "ovpatch report report-4711-0.json report-4711-1.json",
+    ),
     "takes seven minutes": ("python -m benchmarks.programs --cpu-time",),
     "takes two minutes": (
         "make demo",
@@ -170,13 +181,21 @@ PLACE = {command: place for place, commands in PLACES.items() for command in com
 
 
 def console() -> list[tuple[str, str]]:
-    """Return each command of the console blocks with its page, as PLACES has it."""
+    """Return each command with its page, as PLACES has it: of console blocks, and of files for CI and schedulers."""
     return [
         (page.relative_to(ROOT).as_posix(), as_here(re.sub(r"\s+#\s.*", "", command)))
         for page in PAGES
-        for commands in console_blocks(page)
+        for commands in [*console_blocks(page), *list_commands_of_files(page)]
         for command in commands
     ]
+
+
+def list_commands_of_files(page: Path) -> Iterator[list[str]]:
+    """Yield the commands of ovpatch and python in each block of bash and YAML."""
+    for block in (text for language in ("bash", "yaml") for text in blocks(page, language)):
+        lines = re.sub(r"\\\n\s*", "", block).splitlines()
+        # A shell of Slurm gets its command in quotes.
+        yield [line.strip(" '") for line in lines if re.match(r"\s*(?:ovpatch|python3?) ", line)]
 
 
 def test_every_command_has_a_place_and_no_other():
@@ -269,6 +288,7 @@ def run_here(tmp_path, forks):
         assert done.check().stdout, command
         if output:
             (tmp_path / output).write_text(done.stdout)
+        return done
 
     return run_here
 
@@ -299,6 +319,56 @@ def test_an_example_runs(run_here, command):
 def test_commands_run_sequentially(run_here):
     for command in PLACES["here, sequentially"]:
         run_here(command)
+
+
+# --- outputs ---
+
+
+def read_output(page: str, beginning: str) -> list[str]:
+    """Return the lines of the output on a page that begins in this way, without the command before it."""
+    (found,) = (text for text in fenced(ROOT / "docs" / page) if beginning in text)
+    return [line for line in found.splitlines() if not line.startswith("$ ")]
+
+
+def hide_numbers(lines: list[str]) -> list[str]:
+    """Return lines without numbers, and without commands, which differ on each machine."""
+    return [re.sub(r"\d[\d.,]*", "N", line.partition(" -- ")[0]) for line in lines]
+
+
+@pytest.mark.slow
+def test_the_report_on_its_page_is_that_of_today(run_here, tmp_path):
+    (program,) = (
+        text
+        for text in blocks(ROOT / "docs" / "quick-start.md", "python")
+        if "optimizer.step()" in text
+    )
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    done = run_here("COLUMNS=120 ovpatch run --full -- torchrun --nproc-per-node 2 train.py")
+    printed = done.stderr.splitlines()
+    *summary, following = read_output("quick-start.md", "ovpatch:  ")
+    assert "\n".join(summary) in done.stderr
+    assert following.partition(" -- ")[0] in {line.partition(" -- ")[0] for line in printed}
+    rows = read_output("quick-start.md", "| ddp ")
+    # The environment of these tests may have transformers.
+    missing = [row for row in rows if row not in printed and not row.startswith("| pipe_experts")]
+    assert not missing, done.stderr
+
+
+@pytest.mark.slow
+def test_the_output_of_verify_on_its_page_is_that_of_today(run_here):
+    done = run_here(
+        "ovpatch verify --steps 2 -- torchrun --nproc-per-node 2 examples/train_gpt.py --steps 3 "
+        "--layers=1 --context=16 --batch-size=2 --device=cpu"
+    )
+    shown = read_output("verify.md", "SAME: all")
+    assert hide_numbers(done.stdout.splitlines()) == hide_numbers(shown)
+
+
+@pytest.mark.slow
+def test_the_table_of_orders_on_its_page_is_that_of_today(run_here):
+    done = run_here("ovpatch pipeline --what-if p=4,m=12,memory=1x/1.5x")
+    shown = "\n".join(read_output("plan-a-pipeline.md", "| gpipe "))
+    assert done.stdout.startswith(shown)
 
 
 # --- options ---

@@ -79,6 +79,7 @@ WITHOUT_REMEDY = {
     "TimeoutError": _PROCESS,
     "TornReadError": _PROCESS,
     "_LostError": "NodeError names the node and adds the remedy",
+    "_StrangerError": "NodeError names the port and adds the remedy",
     "LoopError": "the pipeline of megatron quotes it and adds the remedy",
     "NotStartedError": "the text and the exit code of a shell",
     "ovpatch: module 'ovpatch'": _LOOKED_UP,

@@ -296,3 +296,21 @@ def test_signals_are_forwarded_once(environ, tmp_path, name):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_worker_that_ctrl_c_ends_has_the_exit_status_of_stock_python(environ, tmp_path):
+    """Its report is written at the exit, and must not change the status. One that handles Ctrl-C ends as usual."""
+    lines = ["import os, signal, sys, torch", "os.kill(os.getpid(), signal.SIGINT)"]
+    handled = [lines[0], "try:", f"    {lines[1]}", "except KeyboardInterrupt:", "    sys.exit(5)"]
+    for name, program, code in (("plain", lines, 130), ("handled", handled, 5)):
+        (tmp_path / f"{name}.py").write_text("\n".join(program))
+        done = subprocess.run(
+            [sys.executable, "-m", "ovpatch", "run", "--full", "--", sys.executable, f"{name}.py"],
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=patience.scale(60),
+        )
+        assert done.returncode == code, done.stderr
+        assert "1 process reported" in done.stderr

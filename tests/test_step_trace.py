@@ -348,11 +348,11 @@ def test_a_class_has_no_more_methods_and_state(name):
 # Logical lines: comments, docstrings, and how a statement is broken into lines do not count.
 ROOMS = {
     "ovpatch/overlap/comm": 1477,
-    "ovpatch/overlap/data_parallel": 1437,
+    "ovpatch/overlap/data_parallel": 1445,
     "ovpatch/overlap/tensors": 567,
     "ovpatch/overlap/peer_rpc": 947,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3610,
+    "plugins/ovpatch_plugins/dist_optimizer": 3614,
 }
 
 

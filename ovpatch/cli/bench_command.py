@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--against",
         choices=sorted(rounds.PEERS),
-        help="also run a peer on your script, by the own switch of HF Trainer and accelerate",
+        help="also run your script stock under FSDP2, by the switches of HF Trainer and accelerate",
     )
     figure = command_line.parse_positive
     add(

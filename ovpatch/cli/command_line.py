@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,23 +122,32 @@ def get_command(words: Sequence[str]) -> list[str]:
 
 def parse_positive(text: str) -> float:
     """Parse a finite number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
+    # An exception of float() would make argparse show the name of this function.
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
 def make_int_parser(least: int) -> Callable[[str], int]:
     """Return a parser of integers, ``least`` or more."""
 
     def parse(text: str) -> int:
-        if int(text) < least:
+        number = parse_integer(text)
+        if number < least:
             raise argparse.ArgumentTypeError(f"{text} is fewer than {least}")
-        return int(text)
+        return number
 
-    # argparse shows this name if int() fails.
-    parse.__name__ = "whole number"
     return parse
+
+
+def parse_integer(text: str) -> int:
+    """Parse an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number") from None
 
 
 def make_environment(features: str | None) -> dict[str, str]:

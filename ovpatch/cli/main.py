@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode, get_exit_code
@@ -231,10 +231,16 @@ class _Parser(argparse.ArgumentParser):
             )
             parser = choices[parsed.subcommand]
             option = unknown[0].partition("=")[0]
-            parser.error(
-                f"unknown option {option}{suggest_name(option, parser._option_string_actions)}"
-            )
+            kind = "unknown option" if option[:1] == "-" else "unexpected word"
+            parser.error(f"{kind} {option}{suggest_name(option, parser._option_string_actions)}")
         return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the mistake, and exit. A value that begins with a dash needs "="."""
+        option, _, problem = message.removeprefix("argument ").partition(": ")
+        if problem == "expected one argument":
+            message = f"{option} needs a value. If it begins with a dash, write {option}=-…"
+        super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if (

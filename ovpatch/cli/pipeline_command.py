@@ -410,11 +410,10 @@ def _format_order(row: Mapping[str, Any]) -> str:
 def _check_picture(path: Path) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise SettingsError(
-            f"--picture {path}: the name ends with none of .png, .svg, .pdf. Give it such an "
-            "ending."
+            f"--figure {path}: the name ends with none of .png, .svg, .pdf. Give it such an ending."
         )
     if find_spec("matplotlib") is None:
         raise SettingsError(
             "the picture needs matplotlib, which is not installed. "
-            "Install it with: pip install 'ovpatch[plot]' — or leave out --picture."
+            "Install it with: pip install 'ovpatch[plot]' — or leave out --figure."
         )

@@ -47,9 +47,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it holds no JSON"
         raise SettingsError(
-            f"{path} cannot be read as a report ({error}). Name a file of `ovpatch run --report "
-            "FILE`."
+            f"{path} cannot be read as a report ({why}). Name a file of `ovpatch run --report FILE`."
         ) from error
     if not isinstance(data, dict) or not {"features", "patches"} <= data.keys():
         raise SettingsError(f"{path} is no report. Name a file of `ovpatch run --report FILE`.")

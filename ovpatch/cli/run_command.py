@@ -31,6 +31,10 @@ _UNFINISHED: Final = (
     "{} left no last report, because it was killed or called os._exit. Its work since "
     "its start is not counted"
 )
+_NO_MEETING: Final = (
+    "--nodes and --meet merge the reports of several nodes, so they need a file for it. Add --report "
+    "FILE, or leave them out."
+)
 # Seconds; the nodes of a job end together.
 _MEETING_TIMEOUT_S: Final = 30.0
 _NO_REPORT: Final = (
@@ -85,6 +89,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _find_place(arguments: argparse.Namespace, command: list[str]) -> Place | None:
     """Return the place of this node if a job of several nodes writes a report."""
     if arguments.report is None:
+        if arguments.nodes is not None or arguments.meet is not None:
+            raise SettingsError(_NO_MEETING)
         return None
     from ovpatch.insight import node_place
 

@@ -120,12 +120,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--step",
-        type=int,
+        type=command_line.parse_integer,
         default=5,
         metavar="K",
         help="first step to record, at least 2 (default: 5)",
     )
-    add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
+    add(
+        "--steps",
+        type=command_line.parse_integer,
+        default=3,
+        metavar="N",
+        help="how many steps to record (default: 3)",
+    )
     add(
         "--compare",
         action="store_true",
@@ -303,7 +309,7 @@ def _record(
             recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))
         # The second variant may still have something to show.
         except TraceError as error:
-            _say(str(error))
+            _say("interrupted; nothing was recorded" if outcome.interrupted else str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:

@@ -89,11 +89,11 @@ def check_executable(command: Sequence[str]) -> None:
     if shutil.which(name) is not None:
         return
     path = Path(name) if os.path.dirname(name) else None
+    remedy = f". Put its launcher before it: torchrun {name}" if name.endswith(".py") else ""
     if path is None or not path.exists():
-        remedy = f". Put its launcher before it: torchrun {name}" if name.endswith(".py") else ""
         raise NotStartedError(f"{name}: command not found{remedy}", ExitCode.NOT_FOUND)
     why = os.strerror(errno.EISDIR if path.is_dir() else errno.EACCES)
-    raise NotStartedError(f"{name}: not executable ({why})", ExitCode.NOT_EXECUTABLE)
+    raise NotStartedError(f"{name}: not executable ({why}){remedy}", ExitCode.NOT_EXECUTABLE)
 
 
 class Command:

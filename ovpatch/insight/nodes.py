@@ -57,11 +57,17 @@ class _LostError(Exception):
     """The other end of a connection was lost, or is not ovpatch."""
 
 
+class _StrangerError(_LostError):
+    """The other end is not ovpatch, because it does not send the messages of ovpatch in time."""
+
+
 class _Link:
     """A connection between the tools of two nodes, over which headers and files are sent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        # The time at which a message must have arrived; None if this end waits without a limit.
+        self._deadline: float | None = None
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -94,12 +100,12 @@ class _Link:
             raise _LostError(str(error)) from error
 
     def receive_within(self, timeout_s: float) -> dict[str, Any]:
-        """Return a header that has no file; raise _LostError if it does not arrive in time."""
-        self._socket.settimeout(timeout_s)
+        """Return a header that has no file; raise _StrangerError if it does not arrive in time."""
+        self._deadline = time.monotonic() + timeout_s
         try:
             return self.receive()
         finally:
-            self._socket.settimeout(None)
+            self._deadline = None
 
     def receive(self, choose: Callable[[Mapping[str, Any]], Path] | None = None) -> dict[str, Any]:
         """Return a header, after its file was written to the path that ``choose`` returns for it.
@@ -109,13 +115,13 @@ class _Link:
         """
         length, size = _FRAME.unpack(self._read(_FRAME.size))
         if length > _MAX_HEADER_BYTES or (size and choose is None):
-            raise _LostError("not ovpatch")
+            raise _StrangerError("not ovpatch")
         try:
             header = json.loads(self._read(length))
         except ValueError as error:
-            raise _LostError("not ovpatch") from error
+            raise _StrangerError("not ovpatch") from error
         if not isinstance(header, dict):
-            raise _LostError("not ovpatch")
+            raise _StrangerError("not ovpatch")
         if choose is not None and header.get("kind") == "file":
             with choose(header).open("wb") as target:
                 while size:
@@ -127,6 +133,9 @@ class _Link:
     def _read(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
+            # The limit is for the message, because a stranger may send one byte at a time.
+            if self._deadline is not None and not self.is_ready(self._deadline - time.monotonic()):
+                raise _StrangerError("no reply")
             try:
                 part = self._socket.recv(count - len(data))
             except OSError as error:
@@ -506,7 +515,7 @@ def _greet(link: _Link) -> dict[str, Any]:
     # A stranger may connect and stay silent.
     hello = link.receive_within(_HELLO_TIMEOUT_S)
     if not {"name", "index", "terms"} <= hello.keys():
-        raise _LostError("not ovpatch")
+        raise _StrangerError("not ovpatch")
     link.send({"kind": "greeting"})
     return hello
 
@@ -651,15 +660,15 @@ def _connect(place: Place, hello: Mapping[str, Any], timeout_s: float) -> _Link:
             continue
         try:
             link.send(hello)
-            if link.is_ready(_GREETING_TIMEOUT_S):
-                link.receive()
-                return link
+            link.receive_within(_GREETING_TIMEOUT_S)
+            return link
         except _LostError as error:
+            link.close()
+            if isinstance(error, _StrangerError):
+                raise NodeError(_ERROR_STRANGER.format(place.host, place.port)) from None
             # Node 0 may have ended just now, and starts again.
             reason = error
             time.sleep(_RETRY_S)
-            continue
-        raise NodeError(_ERROR_STRANGER.format(place.host, place.port))
     raise NodeError(
         _ERROR_UNREACHABLE.format(
             hello["name"], place.host, place.port, timeout_s, str(reason).lower()

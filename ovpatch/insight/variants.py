@@ -206,7 +206,7 @@ class Outcome:
 
     def read_failure(self) -> str:
         """Return the part of the log about the end of the command; see :func:`find_failure`."""
-        return find_failure(self.read_log())
+        return find_failure(self.read_log()) or "(it printed nothing)"
 
 
 # The innermost frame of a thread, as faulthandler writes it, in a file of this package.

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import current_process, parent_process, util
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -207,6 +208,19 @@ def write_at_exit(write: Callable[[], None]) -> None:
 def _run_exit_actions() -> None:
     while _exit_actions:
         _exit_actions.pop()()
+    _mark_interrupt()
+
+
+def _mark_interrupt() -> None:
+    """Have SIGINT end Python if Ctrl-C ended the program, as it does without a report.
+
+    Python ends so if the last code that exec() or an import of source compiled left a KeyboardInterrupt. The writers
+    of results run such code, for example to create a dataclass, and the process would exit with 1.
+    """
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive:
+        with suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def subtract_report(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -401,7 +401,7 @@ def test_one_round_says_what_it_cannot_know(bench, monkeypatch):
     _, texts, found = bench("--rounds", "1")
     assert found["judgement"]["verdict"] == "faster"
     assert (
-        "(one pair of runs, 99% interval of the steps 1.222 to 1.222; how far two runs alike differ"
+        "(one pair of runs, 99% interval of the steps 1.222 to 1.222; how far two equal runs differ"
         in texts.out
     )
     monkeypatch.setitem(MS, "patched", 21.0)

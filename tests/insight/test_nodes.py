@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -427,3 +428,33 @@ def test_a_port_that_is_not_that_of_ovpatch_is_named(monkeypatch):
             enter(1, port)
         with pytest.raises(NodeError, match=f"node 0 cannot listen on port {port}"):
             enter(0, port)
+
+
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        pytest.param(b"\0\0\0\2", b"", id="a part"),
+        pytest.param((1 << 19).to_bytes(4, "big") + bytes(8), b" ", id="one byte at a time"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", id="another protocol"),
+    ],
+)
+def test_a_port_that_does_not_greet_like_ovpatch_is_named(monkeypatch, data, more):
+    monkeypatch.setattr(nodes, "_GREETING_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet():
+            stranger, _ = listener.accept()
+            with stranger, contextlib.suppress(OSError):
+                stranger.sendall(data)
+                while more:
+                    stranger.sendall(more)
+                    time.sleep(0.01)
+                # The stranger closes its end after ovpatch.
+                while stranger.recv(1 << 16):
+                    pass
+
+        program = threading.Thread(target=greet, daemon=True)
+        program.start()
+        with pytest.raises(NodeError, match=r"used by a program that is not ovpatch\. Choose"):
+            enter(1, listener.getsockname()[1])
+        program.join()

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ovpatch.session.session_report import IDLE
 from tests.torch_suite import exceptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,8 @@ def outcome(report: Mapping[str, Any] | None) -> str:
     if counters["backwards"]:
         parts.append("reducer ran")
     if counters["stock_models"]:
-        parts.append("stock reducer: " + "; ".join(ddp["remarks"]))
+        reasons = [text for text in ddp["remarks"] if text not in IDLE]
+        parts.append("stock reducer: " + "; ".join(reasons))
     return ", ".join(parts) or "left alone: no model in DistributedDataParallel"
 
 

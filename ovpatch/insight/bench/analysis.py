@@ -98,7 +98,7 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     if len(pairs) == 1:
         low, high = compute_interval(first, second, 0.99)
         verdict = _choose_verdict(pairs[0], not low <= 1 <= high, (high - low) / 2)
-        rule = "how far two runs alike differ is not known: use --rounds 3"
+        rule = "how far two equal runs differ is not known: use --rounds 3"
         return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, rule, (low, high))
     low, high = compute_interval(first, second, 0.95)
     noise = max(measure_run_noise(first), measure_run_noise(second))
@@ -110,7 +110,7 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     if threshold == half:
         origin = "half the 95% interval within the runs"
     elif by_runs * noise <= among_pairs:
-        origin = f"{_times(by_runs)}the {noise:.1%} by which runs alike differ"
+        origin = f"{_times(by_runs)}the {noise:.1%} by which equal runs differ"
     else:
         origin = f"{_times(by_pairs)}the {spread:.1%} by which pairs differ"
     ratio = median(pairs)
@@ -491,7 +491,7 @@ def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
     if figures.no_tflops:
         yield f"TFLOP/s are unknown: {figures.no_tflops}"
         return
-    yield "TFLOP/s of one device: counted in a stock step, recomputation included, kernels unknown to torch not"
+    yield "TFLOP/s of one device: counted in a stock step, with recomputation, without kernels that torch does not know"
     if figures.no_mfu and not has_gpu(first):
         return
     if figures.no_mfu:
@@ -512,5 +512,5 @@ def _fed(first: Measured, figures: BenchFigures) -> str:
         return "samples and tokens per second are unknown: give --samples-per-step or --tokens-per-step"
     calls, module = first.batches
     times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
-    per_rank = " and rank, each rank with a batch of its own" if first.world > 1 else ""
+    per_rank = " and rank, each rank with its own batch" if first.world > 1 else ""
     return f"per step {fed}{times}{per_rank}" if module else f"per step {fed}"

@@ -16,7 +16,7 @@ from ovpatch.insight import equality, variants
 from ovpatch.insight.nodes import Leader, choose_runner
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.insight.verify import noise_runs, recording
-from ovpatch.insight.verify.compare import BY_FLOOR, ORDER, Finding, RunComparison, compare_runs
+from ovpatch.insight.verify.compare import ORDER, Finding, RunComparison, compare_runs
 from ovpatch.insight.verify.recording import BACKWARD, RecordedRun
 from ovpatch.session.plugins import PluginError, Plugins, find_plugins
 from ovpatch.settings.feature_options import list_verified_variables
@@ -115,6 +115,11 @@ class Verification:
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters of each feature that was on, summed over the processes."""
         return self._patched.counters if self._patched else {}
+
+    @property
+    def left_to_stock(self) -> list[str]:
+        """Features that did work and left some of it to torch."""
+        return self._patched.left_to_stock if self._patched else []
 
     @property
     def idle(self) -> dict[str, str]:
@@ -612,14 +617,9 @@ class _Verifier:
                 "by no more than runs of stock PyTorch"
             )
         exercised = ", ".join(patched.exercised)
-        details = [f"{text} ({exercised})" if exercised else text]
-        if node := variants.describe_node(patched.folder):
-            details.append(node)
-        if self._is_noisy and (count := compared.count_rules().get(BY_FLOOR)):
-            details.append(f"{count} by {equality.FLOOR:g}, because stock moves less")
-        details += [f"{name} did nothing" for name in patched.idle]
-        details += [f"{name} left some work to torch" for name in patched.left_to_stock]
-        return "; ".join(details)
+        answer = f"{text} ({exercised})" if exercised else text
+        node = variants.describe_node(patched.folder)
+        return f"{answer}; {node}" if node else answer
 
     def _describe_common_end(self) -> str:
         """Return up to which step runs are equal that both fail, and their common end."""

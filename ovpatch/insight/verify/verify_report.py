@@ -45,10 +45,10 @@ def _choose_next(result: Verification, command: str) -> str:
     if result.verdict is Conclusion.DIFFERENT:
         names = ",".join(f"-{name}" for name in result.blamed)
         remedy = f"turn it off by OVPATCH={names}, and report it: " if names else "report it: "
-        return f"{remedy}ovpatch verify --out DIR keeps the logs and records of all runs"
+        return f"{remedy}ovpatch verify --out DIR -- {command}   # keeps the logs of all runs"
     if result.verdict is Conclusion.NOT_EXERCISED:
         return f"ovpatch run --full -- {command}"
-    return f"ovpatch verify --out DIR -- {command}, which keeps the logs of all runs"
+    return f"ovpatch verify --out DIR -- {command}   # keeps the logs of all runs"
 
 
 def _list_details(result: Verification) -> Iterator[str]:
@@ -67,6 +67,8 @@ def _list_details(result: Verification) -> Iterator[str]:
             yield f"{feature:<11} did nothing: {result.idle[feature] or 'it counts nothing'}"
             continue
         counts = [f"{name} {count}" for name, count in counters.items() if count]
+        if feature in result.left_to_stock:
+            counts.append("and some work was left to torch")
         yield f"{feature:<11} {', '.join(counts)}"
         for remark in result.remarks[feature]:
             yield f"{'':<11} {remark}"

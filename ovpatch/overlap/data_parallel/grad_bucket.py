@@ -49,6 +49,7 @@ class GradBucket:
         dtype: The dtype of the sum.
         nbytes: The number of bytes that are summed.
         freeable_nbytes: The number of bytes that :meth:`free_reduced` frees.
+        saved_nbytes: The number of these bytes that are summed in the gradients themselves.
     """
 
     flat_below = SMALL_NUMEL
@@ -100,6 +101,9 @@ class GradBucket:
         self._offsets, self._flat_numel = _compute_offsets(self._small_params, self.dtype)
         large_numel = sum(params[i].numel() for i in self._large_positions)
         self.nbytes = (self._flat_numel + large_numel) * self.dtype.itemsize
+        # The bytes that are summed in place, unless a backward has to copy a gradient.
+        self._in_place_nbytes = large_numel * self.dtype.itemsize
+        self.saved_nbytes = self._in_place_nbytes
 
         # - The flat tensor, created by the first backward
         self._flat: Tensor | None = None
@@ -238,6 +242,7 @@ class GradBucket:
         self._is_packed = False
         self._inputs.clear()
         self._staged_positions.clear()
+        self.saved_nbytes = self._in_place_nbytes
 
     def _select_scaled(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the large gradients, from ``inputs`` by position, to divide before the sum."""
@@ -349,6 +354,7 @@ class GradBucket:
             else:
                 raise make_sparse_error(grad)
             self._inputs[i] = target
+            self.saved_nbytes -= target.nbytes
         if targets:
             torch._foreach_copy_([*targets.values()], sources)
             if scale != 1.0:
@@ -437,7 +443,10 @@ class SparseBucket:
         params: The parameter.
         device: The device of the parameter.
         dtype: The dtype of the parameter.
+        saved_nbytes: The bytes that are summed in the gradient itself; none.
     """
+
+    saved_nbytes = 0
 
     def __init__(self, index: int, param: torch.nn.Parameter) -> None:
         self.indices = (index,)

@@ -305,6 +305,7 @@ class GradSync:
         reduced: How many buckets were started with this rank's gradients.
         reduced_early: How many of these were started while gradients were still missing.
         nbytes: How many bytes the reduced buckets hold.
+        saved_nbytes: How many of these bytes have no second copy.
     """
 
     def __init__(
@@ -351,6 +352,7 @@ class GradSync:
         self.reduced = 0
         self.reduced_early = 0
         self.nbytes = 0
+        self.saved_nbytes = 0
         # `before_first` is still to be called; None afterwards, and if there is nothing to call.
         self._pending_call: Callable[[], None] | None = None
         # Whether backends know that no collective of this backward follows.
@@ -368,6 +370,7 @@ class GradSync:
         self.reduced = 0
         self.reduced_early = 0
         self.nbytes = 0
+        self.saved_nbytes = 0
         self._pending_call = self._before_first
         self._has_ended = False
         self._works = []
@@ -431,6 +434,7 @@ class GradSync:
             self.started = number + 1
         self.reduced += 1
         self.nbytes += bucket.nbytes
+        self.saved_nbytes += bucket.saved_nbytes
         if self._max_inflight_bytes < math.inf:
             self._limit_inflight(bucket, works)
 

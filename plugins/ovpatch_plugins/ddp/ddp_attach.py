@@ -182,7 +182,10 @@ class DDPAttachment:
                 is_sharded = is_chosen(
                     ddp.module, parameters, ddp.process_group, sparse=sparse, together=together
                 )
-                calls = WrapperCalls(max_ctas)
+                calls = WrapperCalls(
+                    max_ctas,
+                    can_save_memory=not (ddp.gradient_as_bucket_view or config.sums_in_fp32),
+                )
                 if not together:
                     # See [Note: when ranks agree].
                     reference = weakref.ref(ddp)

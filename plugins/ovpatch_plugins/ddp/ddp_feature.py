@@ -38,6 +38,7 @@ FEATURE: Final = Feature(
     gains=(
         "{models:model}",
         "{collectives_in_backward} of {collectives:bucket} reduced during backward",
+        "{saved_bytes:bytes} less memory a rank",
     ),
 )
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.hookspecs import FeatureCounters
+from ovpatch.hookspecs import FeatureCounters, Level
 
 # --- errors ---
 
@@ -179,6 +179,8 @@ class Counters(FeatureCounters):
         bytes_reduced: Size of all reduced buckets, in bytes.
         recovered: Backward passes that an exception ended and whose collectives were completed
             later.
+        saved_bytes: Memory of the buckets of the stock reducer that the models do without; in a
+            merged report, the largest of a rank, in bytes.
     """
 
     models: int = 0
@@ -188,6 +190,7 @@ class Counters(FeatureCounters):
     collectives_in_backward: int = 0
     bytes_reduced: int = 0
     recovered: int = 0
+    saved_bytes: Level = 0
 
 
 COUNTERS = Counters()

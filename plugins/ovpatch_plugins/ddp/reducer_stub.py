@@ -5,6 +5,7 @@ The wrapper calls both objects, and torch's logger accepts a C++ reducer only.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.data_parallel.backward_plan import PlanFacts
 from ovpatch.overlap.data_parallel.grad_hooks import watch_outputs
 from ovpatch.overlap.data_parallel.grad_reducer import GradReducer, ReducerOwner, ReducerState
@@ -172,6 +174,8 @@ class WrapperCalls(ReducerOwner):
 
     Args:
         max_ctas: Limit of the collectives' thread blocks; None for the script's own communicator.
+        can_save_memory: Whether gradients in the stock reducer have a second copy, and here no
+            fp32 sums.
 
     Attributes:
         before_first_backward: Called once, in the first backward that is reduced.
@@ -180,12 +184,14 @@ class WrapperCalls(ReducerOwner):
         buckets_reduced: How many buckets the last backward reduced; None before the first one.
     """
 
-    def __init__(self, max_ctas: int | None) -> None:
+    def __init__(self, max_ctas: int | None, *, can_save_memory: bool) -> None:
         self.before_first_backward: Callable[[], None] | None = None
         self.get_logger: Callable[[], LoggerStub | None] = _get_no_logger
         self.futures: list[torch.futures.Future[Any]] = []
         self.buckets_reduced: int | None = None
         self._max_ctas = max_ctas
+        # The least memory that a backward has saved so far, because a peak counts.
+        self._saved_bytes = math.inf if can_save_memory else 0
 
     def meet(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Compare settings once, and return the communicator with the limit of thread blocks."""
@@ -214,10 +220,19 @@ class WrapperCalls(ReducerOwner):
         if has_failed:
             COUNTERS.recovered += 1
             return
+        if sync.saved_nbytes < self._saved_bytes:
+            self._count_saved(sync.saved_nbytes)
         if self.futures:
             futures, self.futures = self.futures, []
             torch.futures.wait_all(futures)
         COUNTERS.backwards += 1
+
+    def _count_saved(self, saved_bytes: int) -> None:
+        self._saved_bytes = saved_bytes
+        # Small gradients that are sharded take more memory for a moment, which is no saving.
+        attached_values(self)[_SAVED_BYTES] = max(saved_bytes, 0)
+        # Models of earlier trials were freed, and their memory as well.
+        COUNTERS.saved_bytes = sum(saved for _, saved in find_owners(_SAVED_BYTES))
 
     def note_error(self, text: str) -> None:
         """Have the logger keep the text."""
@@ -233,6 +248,8 @@ def _get_no_logger() -> None:
 def _get_no_thread() -> None:
     return None
 
+
+_SAVED_BYTES: Final = "ovpatch.ddp: saved bytes"
 
 # C++ names these dtypes in its own way.
 _DTYPE_NAMES: Final = {

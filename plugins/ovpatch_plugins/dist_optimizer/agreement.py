@@ -329,18 +329,22 @@ class StepVotes:
         if group is None or not self._calls_peers:
             return True
         votes = {self._rank: own}
+        missing = self._peers
         self.inside[VOTES] = number
         begin = time.monotonic()
         try:
-            while missing := [rank for rank in self._peers if rank not in votes]:
+            while missing:
                 replies = PeerRpc.for_group(group).call(
                     self._topic, {"vote": number}, missing, _REPLY_TIMEOUT_S
                 )
                 votes |= {rank: Vote(**header) for rank, (header, _) in replies.items() if header}
-                late = [
-                    dist.get_global_rank(group, rank) for rank in self._peers if rank not in votes
-                ]
-                if late and self._can_end(number, own.text, time.monotonic() - begin, late):
+                missing = [rank for rank in self._peers if rank not in votes]
+                if missing and self._can_end(
+                    number,
+                    own.text,
+                    time.monotonic() - begin,
+                    [dist.get_global_rank(group, rank) for rank in missing],
+                ):
                     return False
         except PeerError as error:
             self._end(f"{error} {_REMEDY}")

@@ -244,10 +244,9 @@ class OptimizerAttachment:
             minimum = self._options["min_param_numel"]
             largest = max(param.numel() for param in params)
             remark(
-                f"{type(optimizer).__name__} had nothing to shard at its first step: none of its "
-                f"{len(params)} "
-                f"parameters is dense and has min_param_numel={minimum} elements (the largest has "
-                f"{largest})"
+                f"{type(optimizer).__name__} had nothing to shard at its first step: each of its "
+                f"{len(params)} parameters is sparse, or has fewer than min_param_numel={minimum} "
+                f"elements (the largest has {largest})"
             )
 
     def _make(self, optimizer: Optimizer) -> ShardedOptimizer:

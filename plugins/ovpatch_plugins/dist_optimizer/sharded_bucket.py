@@ -162,6 +162,13 @@ class ShardedGradBucket(GradBucket):
         self._row_numel = sum(self._shard_sizes[i] for i in self._coalesced_positions)
         sharded_numel = sum(self._numels[i] for i in self._sharded_positions)
         self.freeable_nbytes = sharded_numel * self.dtype.itemsize
+        # A rank also holds its shards, and a copy of each gradient that is coalesced or padded.
+        self._in_place_nbytes -= self.dtype.itemsize * sum(
+            self._shard_sizes[i]
+            * (1 if i in self._separate_places and self._divides_evenly[i] else 1 + world)
+            for i in self._sharded_positions
+        )
+        self.saved_nbytes = self._in_place_nbytes
         # The tensor without memory that replaces each sharded gradient once it is freed.
         self._zeros = lazy_tensor.expand_zeros(self._sharded_params)
 

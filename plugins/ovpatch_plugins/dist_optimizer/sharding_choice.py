@@ -26,7 +26,8 @@ from ovpatch_plugins.dist_optimizer.dist_optimizer_report import note_choice
 #: on both sides are in docs/features/dist_optimizer-reference.md.
 MIN_SAVED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
-_REASON_NOT_TOGETHER: Final = "its ranks did not build it together, so they cannot decide together"
+_REASON_UNMEASURED: Final = "no measurement shows whether steps get longer"
+_REASON_NOT_TOGETHER: Final = "its ranks did not build it at the same time, so they cannot agree"
 
 
 def is_low_precision(param: Tensor) -> bool:
@@ -97,15 +98,15 @@ class ModelFacts:
     def objection(self) -> str:
         """Return the reason why a step may become longer with shards; "" if there is none."""
         if not self.tensors:
-            return "no parameter is dense and has min_param_numel elements"
+            return "its parameters are too small to shard, or sparse (see option min_param_numel)"
         threshold = MIN_SAVED_NUMEL.get(self.backend)
         if threshold is None:
             backend, device = self.backend
-            return self._off(f"not measured with backend {backend} on {device}")
+            return self._off(f"{_REASON_UNMEASURED} with backend {backend} on {device}")
         saved_numel = self.numel // self.tensors * (self.world - 1) // self.world
         if saved_numel >= threshold:
             return ""
-        return self._off("the host may be the limit; a step could be longer")
+        return self._off("its tensors are so small that steps could get longer")
 
     def objection_to_hosts(self, hosts: int, objection: str) -> str:
         """Return the reason why a step on several hosts may become longer; "" if there is none.
@@ -119,7 +120,7 @@ class ModelFacts:
 
     def _off(self, reason: str) -> str:
         size = f"{_shorten(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
-        return f"{size}: {reason} (shard=always would save {self._saved()})"
+        return f"{reason} ({size}); shard=always would save {self._saved()}"
 
     def gain(self) -> str:
         """Return the memory that shards save, as a phrase."""

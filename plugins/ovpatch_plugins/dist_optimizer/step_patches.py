@@ -169,9 +169,9 @@ def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
     if any(group.get("differentiable") for group in groups):
         return "differentiable=True differentiates through the update"
     if any(group.get("capturable") for group in groups):
-        return "capturable=True: it may step inside a CUDA graph, whose replays no host observes"
+        return "capturable=True: it may step in a CUDA graph, and no Python code runs when the graph replays"
     if isinstance(optimizer, PER_PARAMETER) and any(map(_shares_epsilon, groups)):
-        return "without eps, Adafactor uses the first parameter's for all of a group, whose parameters differ in dtype"
+        return "Adafactor without eps takes that of the first parameter for all of a group, and these differ in dtype"
     return ""
 
 

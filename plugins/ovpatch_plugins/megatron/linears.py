@@ -269,8 +269,8 @@ def _find_no_gain_reason(schedule: str, flop: int, min_flop: float) -> str:
         min_flop: The limit of option ``min_linear_gflop``.
     """
     if schedule == "bulk" and os.environ.get(_CONNECTIONS) == "1":
-        return "with CUDA_DEVICE_MAX_CONNECTIONS=1 Megatron hides the same collectives as schedule bulk"
-    return "its GEMM is below min_linear_gflop" if flop < min_flop else ""
+        return "with CUDA_DEVICE_MAX_CONNECTIONS=1 Megatron overlaps the collectives of schedule bulk itself"
+    return "its GEMM is smaller than min_linear_gflop" if flop < min_flop else ""
 
 
 def _read_foreign_function(linear: Any) -> str:
@@ -280,13 +280,15 @@ def _read_foreign_function(linear: Any) -> str:
     functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)
     for name, function in functions.items():
         if not _is_megatrons_own(function):
-            return f"{name} is another library's"
+            return f"another library has replaced {name}"
     return ""
 
 
 def find_wrapped(original: Any) -> str:
     """Return the remark that our operator would skip an earlier patch of another library; "" if there is none."""
-    return "" if _is_megatrons_own(original) else f"{original.__name__} is another library's"
+    return (
+        "" if _is_megatrons_own(original) else f"another library has replaced {original.__name__}"
+    )
 
 
 def _is_megatrons_own(function: Any) -> bool:

@@ -654,9 +654,9 @@ def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.Proces
     if not getattr(schedule, "_backward_requires_autograd", True):
         return "backward_requires_autograd=False leaves the backward to the script"
     if any(stage.dw_builder is not None for stage in stages):
-        return "a stage has a dw_builder, which computes weight gradients its own way"
+        return "a stage computes weight gradients by its own dw_builder"
     if limits_sends(schedule):
-        return "max_outstanding_sends limits the sends in flight, which the engine counts otherwise"
+        return "the script limits sends in flight by max_outstanding_sends, and feature pipeline has no such limit"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"

@@ -289,7 +289,7 @@ def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
 
 def test_an_optimizer_that_has_nothing_to_shard_is_reported(ranks):
     for remarks, largest, counters in ranks(2)(idle, True):
-        expected = f"is dense and has min_param_numel=16384 elements (the largest has {largest})"
+        expected = f"has fewer than min_param_numel=16384 elements (the largest has {largest})"
         assert [
             text for text in remarks if "RMSprop had nothing to shard" in text and expected in text
         ]

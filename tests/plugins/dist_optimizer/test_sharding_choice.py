@@ -80,16 +80,16 @@ def test_the_texts_of_the_choice():
         facts(38.0, 8).gain() == "3.8B parameters on 8 ranks save 24.8 GiB of AdamW's state a rank"
     )
     assert facts(0.002, 2).objection() == (
-        "0.2M parameters in 100 tensors on 2 ranks: the host may be the limit; a step could be "
-        "longer (shard=always "
-        "would save 0.8 MiB of AdamW's state a rank)"
+        "its tensors are so small that steps could get longer (0.2M parameters in 100 tensors on "
+        "2 ranks); shard=always would save 0.8 MiB of AdamW's state a rank"
     )
-    assert "not measured with backend mpi on cpu" in facts(38.0, 8, ("mpi", "cpu")).objection()
+    assert "get longer with backend mpi on cpu (3.8B" in facts(38.0, 8, ("mpi", "cpu")).objection()
     assert "min_param_numel" in ModelFacts(0, 0, 0, 8, NCCL).objection()
     assert facts(38.0, 8).objection_to_hosts(1, "why") == ""
-    text = facts(38.0, 8).objection_to_hosts(2, "why")
-    reason = "why, so parameters would cross the links of 2 hosts"
-    assert f"ranks: {reason} (shard=always would save 24.8 GiB" in text
+    assert facts(38.0, 8).objection_to_hosts(2, "why") == (
+        "why, so parameters would cross the links of 2 hosts (3.8B parameters in 100 tensors on 8 "
+        "ranks); shard=always would save 24.8 GiB of AdamW's state a rank"
+    )
 
 
 # --- choices of ranks ---
@@ -140,9 +140,9 @@ def test_a_model_whose_step_would_be_longer_is_not_sharded(ranks):
             vars(Counters()), 0
         )
         assert only_of_choice(remarks) == [
-            "Sequential (shard=auto): off: 161 parameters in 4 tensors on 2 ranks: the host may be "
-            "the limit; a step "
-            "could be longer (shard=always would save 0.0 MiB of AdamW's state a rank)"
+            "Sequential (shard=auto): off: its tensors are so small that steps could get longer "
+            "(161 parameters in 4 tensors on 2 ranks); shard=always would save 0.0 MiB of AdamW's "
+            "state a rank"
         ]
         assert not any("nothing to shard" in text for text in remarks)
 
@@ -192,7 +192,7 @@ def test_a_copy_of_a_wrapper_is_not_sharded(ranks):
     for _, remarks in results:
         original, copied = only_of_choice(remarks)
         assert "on: " in original
-        assert "off: its ranks did not build it together" in copied
+        assert "off: its ranks did not build it at the same time" in copied
 
 
 def test_a_model_on_several_hosts_is_not_sharded(ranks):

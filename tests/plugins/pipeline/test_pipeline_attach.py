@@ -256,7 +256,7 @@ def _leave_to_stock(kind: str) -> tuple[list[str], dict[str, int], str]:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("dw_builder", "a stage has a dw_builder"),
+        ("dw_builder", "a stage computes weight gradients by its own dw_builder"),
         ("custom", "register_custom_function() replaces computations"),
         ("autograd", "backward_requires_autograd=False"),
     ],

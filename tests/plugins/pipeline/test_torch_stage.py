@@ -357,7 +357,8 @@ def test_torch_runs_schedules_with_a_limit_of_sends(ranks: Any) -> None:
     for changes, remarks in ranks(2)(_limit_sends):
         assert not changes
         assert any(
-            "max_outstanding_sends limits the sends in flight" in remark for remark in remarks
+            "the script limits sends in flight by max_outstanding_sends" in remark
+            for remark in remarks
         )
 
 

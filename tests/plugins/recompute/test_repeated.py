@@ -74,6 +74,18 @@ def _average_in_place(part: Part, x: Tensor) -> Tensor:
     return _scale(part, x - part.stats["mean"] - part.stats["all"][0], 0.0)
 
 
+def _make_offset() -> Part:
+    """Return a part with a container of a mean, changed in place, and of a tensor that carries a graph."""
+    bias = nn.Parameter(torch.full((WIDTH,), 0.5))
+    # Backward through a sum saves no tensor, so each step may repeat it.
+    return Part(_add_offset, bias=bias, stats={"mean": torch.zeros(WIDTH), "offset": bias + 1})
+
+
+def _add_offset(part: Part, x: Tensor) -> Tensor:
+    part.stats["mean"].mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return _scale(part, x - part.stats["mean"] + part.stats["offset"].sin(), 0.0)
+
+
 def _carry(part: Part, x: Tensor) -> Tensor:
     part.state = 0.5 * part.state + x.detach().mean(0)
     return _scale(part, x + part.state, 0.0)
@@ -164,6 +176,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "tensors of containers changed in place": lambda: Part(
         _average_in_place, stats={"mean": torch.zeros(WIDTH), "all": [torch.zeros(WIDTH)]}
     ),
+    "tensors of a container changed in place, and with a graph": _make_offset,
     "tensor replaced": lambda: Part(_carry, state=torch.zeros(WIDTH)),
     "list": lambda: Part(_append, seen=[]),
     "deque": lambda: Part(_append, seen=deque(maxlen=4)),
