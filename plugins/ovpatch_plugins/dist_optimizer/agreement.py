@@ -142,9 +142,8 @@ class StepVotes:
     rank's next action, which includes all collectives until the next vote. Votes pair by position. If
     tags differ, ranks do not run the same steps: no rank of the group votes again, and torch runs
     all steps. The first vote of a group is a call to all peers, later ones are all-reduces. Hosts
-    that run ahead of their devices call peers in each optimizer's first vote and wait in no other.
-    They compare digests of their votes when they meet for the next collective of a step, before a
-    stream waits for its values.
+    that run ahead call peers in each optimizer's first vote only. A digest of their later votes is
+    the tag of the next barrier of a step.
 
     A rank may wait in a vote for a peer that waits for this rank in a vote of another process
     group, or in a backward of another model. So a rank that waits for some time searches the chain
