@@ -6,7 +6,8 @@ the tensors that the previous stage sent. The block after them ends the forward 
 
 [Note: nothing of a stage hooks its blocks] Received tensors enter as the output of the block before the own blocks.
 The forward ends at the entry of the block after them. So a checkpointed block gets the tensors as its input, and
-recomputes alone.
+recomputes alone. :class:`~ovpatch_plugins.pipeline.cutting.cut_check.BoundaryCheck` sees the calls of the first and the
+last own block from outside of their hooks, and only while the stage's forward runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     read_path,
 )
 from ovpatch_plugins.pipeline.graph import walk_graph
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.pipeline.cutting.cut_check import BoundaryCheck
 
 # The attribute of a module that has the data of its role.
 _ROLE: Final = "_ovpatch_role"
@@ -64,6 +68,7 @@ class StagePlan:
         params: Ids of the parameters on which the stage's outputs depend.
         received: The tensors that the previous stage sent, while the forward runs.
         due: The block of another stage that the forward must call next.
+        check: Checks the stage's boundaries in each forward. None until the stage has been built.
     """
 
     index: int
@@ -77,6 +82,7 @@ class StagePlan:
     params: set[int] = field(default_factory=set)
     received: tuple[Tensor, ...] = ()
     due: int = 0
+    check: BoundaryCheck | None = None
 
     @property
     def is_last(self) -> bool:
@@ -178,14 +184,20 @@ class _Root:
             )
         plan.received = received
         plan.due = 0
+        # Dynamo calls the forward of modules that it inlines, so it would pass the check by.
+        check = None if torch.compiler.is_compiling() else plan.check
+        if check is not None:
+            check.start(received)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except _StageEnd as end:
             return end.tensors[0] if len(end.tensors) == 1 else end.tensors
         finally:
             plan.received = ()
+            if check is not None:
+                check.finish()
         if plan.due < plan.low:
-            raise CutError(_describe_skip(plan))
+            raise CutError(describe_skip(plan))
         if not plan.is_last:
             raise CutError(
                 f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the "
@@ -206,8 +218,10 @@ class _SkippedBlock:
         # Received tensors enter as the output of the last block before the own blocks. A forward that skips that block
         # would continue with the zeros that represent hidden states.
         if index != (plan.due if plan.due < plan.low else plan.high):
-            raise CutError(_describe_skip(plan))
+            raise CutError(describe_skip(plan, index))
         if index == plan.high:
+            if plan.check is not None:
+                plan.check.check_exit((args, kwargs))
             # Senders and receivers of all transports expect contiguous messages, and T5 passes transposed tensors.
             raise _StageEnd(
                 tuple(read_path((args, kwargs), path).contiguous() for path in plan.sent)
@@ -217,10 +231,21 @@ class _SkippedBlock:
         return map_leaves(template, lambda path, leaf: given.get(path, leaf))
 
 
-def _describe_skip(plan: StagePlan) -> str:
-    name = plan.stack.name(plan.due if plan.due < plan.low else plan.high)
+def describe_skip(plan: StagePlan, called: int | None = None) -> str:
+    """Return the error of a forward that did not call the block that was due.
+
+    Args:
+        plan: The stage.
+        called: The block that the forward called instead. None: it called another module.
+    """
+    due = plan.due if plan.due < plan.low else plan.high
+    what = (
+        f"skipped {plan.stack.name(due)}"
+        if called is None or due < len(plan.stack.blocks)
+        else f"called {plan.stack.name(called)} again"
+    )
     return (
-        f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did "
+        f"the model's forward {what}, or did not call the blocks in order, so a stage did "
         "not get the hidden states of the previous stage. Have the forward call all blocks in order, "
         "also in training: turn LayerDrop off, as by layerdrop=0.0."
     )
@@ -319,7 +344,7 @@ class _Absent(_Placeholder):
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         name, plan = self.__dict__[_ROLE]
         if plan is not None:
-            raise CutError(_describe_skip(plan))
+            raise CutError(describe_skip(plan))
         raise CutError(
             f"the stage has no {name}, which it did not call with the microbatch that the model "
             "was cut with. Cut the model with a microbatch that takes the same path as those of "
