@@ -107,7 +107,7 @@ Case = tuple[str, int]
 
 
 def _change_later(placement: str, layers: int) -> tuple[dict[Case, str], dict[Case, list[str]]]:
-    """Return what steps and evaluations became, by what the model starts to do, and before which block."""
+    """Return the errors of steps and evaluations, by the way in which the model changes and by the block."""
     torch.manual_seed(0)
     model = Changing(layers)
     full_model = copy.deepcopy(model)
@@ -199,7 +199,7 @@ FEATURES = {"none": ("pipeline",), "checkpointed": ("pipeline", "recompute")}
 
 
 def _wrap_and_change(names: list[str]) -> dict[str, list[str]]:
-    """Return what steps became, of which the last two change hidden states, one of them the first step of a cut."""
+    """Return the errors of four steps, of which the last two change hidden states, one as the first step of a cut."""
     found = {}
     for name in names:
         torch.manual_seed(0)
