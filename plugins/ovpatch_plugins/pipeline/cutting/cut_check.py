@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,29 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     seed_all,
     trace_model,
 )
-from ovpatch_plugins.pipeline.cutting.stage_tree import ARG, StagePlan, describe_skip
+
+ARG: Final = "ovpatch_arg_"
+"""The prefix of the keyword by which a positional argument of the model is passed to all stages."""
 
 # Models skip a block if a uniform number is below a probability that is larger than this.
 _SMALL: Final = 0.01
+
+
+class StagePart(Protocol):
+    """The part of the model that a stage computes; see ``StagePlan``."""
+
+    low: int
+    high: int
+    stack: BlockStack
+    due: int
+
+    @property
+    def select(self) -> Callable[[Any], Any]:
+        """The function that makes a tensor, or several, of the model's output."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the stage has the last block."""
 
 
 def name_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +75,7 @@ def check_output(output: Any) -> None:
 def check_training(
     model: nn.Module,
     stack: BlockStack,
-    stages: Sequence[tuple[StagePlan, nn.Module]],
+    stages: Sequence[tuple[StagePart, nn.Module]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     restore: Callable[[], None],
@@ -116,7 +135,7 @@ def _find_extreme_seeds() -> tuple[tuple[int, int], tuple[int, int]]:
 
 def compare_values(
     tree: nn.Module,
-    plan: StagePlan,
+    plan: StagePart,
     trace: Trace,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -161,7 +180,7 @@ def compare_values(
     return received, values
 
 
-def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
+def _list_wanted(plan: StagePart, trace: Trace) -> list[Tensor]:
     return (
         [tensor for _, tensor in find_tensors(trace.output)]
         if plan.is_last
@@ -170,7 +189,7 @@ def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
 
 
 def _describe_difference(
-    plan: StagePlan, index: int, what: str, *, in_training: bool = False
+    plan: StagePart, index: int, what: str, *, in_training: bool = False
 ) -> str:
     name = plan.stack.name(index)
     where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
@@ -185,7 +204,7 @@ def _describe_difference(
 
 
 def compare_grads(
-    tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]
+    tree: nn.Module, plan: StagePart, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]
 ) -> None:
     """Compare a stage's gradients with the full model's.
 
@@ -280,7 +299,7 @@ class BoundaryCheck:
         trace: The forward of the full model.
     """
 
-    def __init__(self, plan: StagePlan, blocks: nn.Module, trace: Trace) -> None:
+    def __init__(self, plan: StagePart, blocks: nn.Module, trace: Trace) -> None:
         self._plan = plan
         before, after = trace.boundaries.get(plan.low), trace.boundaries.get(plan.high)
         # Places of received tensors in the inputs of the first own block.
@@ -418,7 +437,27 @@ def _is_unchanged(given: Any, tensor: Any, version: int) -> bool:
     return isinstance(given, Tensor) and given is tensor and _read_version(given) == version
 
 
-def _describe_change(plan: StagePlan, index: int) -> str:
+def describe_skip(plan: StagePart, called: int | None = None) -> str:
+    """Return the error of a forward that did not call the block that was due.
+
+    Args:
+        plan: The stage.
+        called: The block that the forward called instead. None: it called another module.
+    """
+    due = plan.due if plan.due < plan.low else plan.high
+    what = (
+        f"skipped {plan.stack.name(due)}"
+        if called is None or due < len(plan.stack.blocks)
+        else f"called {plan.stack.name(called)} again"
+    )
+    return (
+        f"the model's forward {what}, or did not call the blocks in order, so a stage did "
+        "not get the hidden states of the previous stage. Have the forward call all blocks in order, "
+        "also in training: turn LayerDrop off, as by layerdrop=0.0."
+    )
+
+
+def _describe_change(plan: StagePart, index: int) -> str:
     before, after = plan.stack.name(index - 1), plan.stack.name(index)
     return (
         f"the model's forward did not pass the output of {before} on to {after} unchanged, unlike "

@@ -16,7 +16,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,11 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     map_leaves,
     read_path,
 )
+from ovpatch_plugins.pipeline.cutting.cut_check import ARG, BoundaryCheck, describe_skip
 from ovpatch_plugins.pipeline.graph import walk_graph
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.pipeline.cutting.cut_check import BoundaryCheck
 
 # The attribute of a module that has the data of its role.
 _ROLE: Final = "_ovpatch_role"
-ARG: Final = "ovpatch_arg_"
-"""The prefix of the keyword by which a positional argument of the model is passed to all stages."""
 
 
 class _StageEnd(BaseException):
@@ -229,26 +225,6 @@ class _SkippedBlock:
         plan.due += 1
         given = dict(zip(plan.outputs, plan.received, strict=True))
         return map_leaves(template, lambda path, leaf: given.get(path, leaf))
-
-
-def describe_skip(plan: StagePlan, called: int | None = None) -> str:
-    """Return the error of a forward that did not call the block that was due.
-
-    Args:
-        plan: The stage.
-        called: The block that the forward called instead. None: it called another module.
-    """
-    due = plan.due if plan.due < plan.low else plan.high
-    what = (
-        f"skipped {plan.stack.name(due)}"
-        if called is None or due < len(plan.stack.blocks)
-        else f"called {plan.stack.name(called)} again"
-    )
-    return (
-        f"the model's forward {what}, or did not call the blocks in order, so a stage did "
-        "not get the hidden states of the previous stage. Have the forward call all blocks in order, "
-        "also in training: turn LayerDrop off, as by layerdrop=0.0."
-    )
 
 
 class _Placeholder:
