@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -341,7 +342,7 @@ def _imitate(function: Function, like: Function) -> None:
 
 
 def _skip_wrapper(wrap: Function, wrapper: Function) -> None:
-    """Make Dynamo skip a wrapper's frames if its code is in the file of ``wrap``.
+    """Make Dynamo skip a wrapper's frames if its code is in the folder of ``wrap``.
 
     The code of a wrapper that a decorator of another package returned is shared with all functions that it decorates.
     """
@@ -351,7 +352,7 @@ def _skip_wrapper(wrap: Function, wrapper: Function) -> None:
     if (
         code is not None
         and made_by is not None
-        and code.co_filename.removesuffix(_HIDDEN_SUFFIX) == made_by.co_filename
+        and os.path.dirname(code.co_filename) == os.path.dirname(made_by.co_filename)
     ):
         _skip_frames(code)
 

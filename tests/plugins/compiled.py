@@ -334,3 +334,156 @@ def train_after_compiled_model() -> list[Record]:
                 opt.step()
         records.append({"param": seen(wrapped)["param"], "grad": seen(alone)["grad"]})
     return [*records, {"dynamo": found}]
+
+
+# --- pipelines, experts and Megatron ---
+
+
+class Part(nn.Module):
+    """A stage of a pipeline, or a model that ``cut()`` splits: blocks, and a linear that no script compiles."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def compile_blocks(part: Any) -> nn.Module:
+    """Compile the blocks of a stage in place; blocks of other stages have no parameters."""
+    for block in part.blocks:
+        if next(block.parameters(), None) is not None:
+            block.compile(backend="eager")
+    return part  # type: ignore[no-any-return]
+
+
+def replace_blocks(part: Any) -> nn.Module:
+    """Replace the blocks of a stage by compiled ones."""
+    for index, block in enumerate(part.blocks):
+        if next(block.parameters(), None) is not None:
+            part.blocks[index] = torch.compile(block, backend="eager")
+    return part  # type: ignore[no-any-return]
+
+
+def compile_stage(part: nn.Module) -> nn.Module:
+    """Compile a stage."""
+    part.compile(backend="eager")
+    return part
+
+
+def train_pipeline(
+    way: Callable[[Any], nn.Module], schedule: str = "Schedule1F1B", *, is_cut: bool = False
+) -> list[Record]:
+    """Train a pipeline of two stages for :data:`STEPS` steps.
+
+    Args:
+        way: Compiles a stage.
+        schedule: Its class.
+        is_cut: Whether ``cut()`` makes the stages.
+    """
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    from ovpatch_plugins.pipeline import cut
+
+    records: list[Record] = []
+    rank, loss_fn = dist.get_rank(), nn.functional.mse_loss
+    is_single = schedule in ("Schedule1F1B", "ScheduleGPipe")
+    with watched() as found:
+        if is_cut:
+            torch.manual_seed(1)
+            made = cut(
+                Part(4),
+                dist.group.WORLD,  # type: ignore[arg-type]
+                (torch.ones(4, 8),),
+                n_microbatches=4,
+                loss_fn=loss_fn,
+                balance="count",
+                wrap=way,
+            )
+            parts, is_last = made.model_parts, made.has_last_stage
+        else:
+            parts = []
+            for index in [rank] if is_single else [rank, rank + 2]:
+                torch.manual_seed(index)
+                parts.append(way(Part()))
+            count = 2 * len(parts)
+            stages = [
+                PipelineStage(part, rank + 2 * index, count, torch.device("cpu"))
+                for index, part in enumerate(parts)
+            ]
+            given: Any = stages[0] if is_single else stages
+            made, is_last = getattr(schedules, schedule)(given, 4, loss_fn=loss_fn), rank == 1
+        params = [
+            (f"{index}.{name}", param)
+            for index, part in enumerate(parts)
+            for name, param in part.named_parameters()
+        ]
+        opt = torch.optim.AdamW([param for _, param in params], 1e-2)
+        # All ranks of a pipeline have the same batches.
+        draw = torch.Generator().manual_seed(3)
+        for _ in range(STEPS):
+            opt.zero_grad()
+            x, y = (torch.randn(16, 8, generator=draw) for _ in range(2))
+            losses: list[Tensor] = []
+            made.step(*((x,) if is_cut or rank == 0 else ()), target=y, losses=losses)
+            records.append(
+                {
+                    "losses": [loss.detach().clone() for loss in losses] if is_last else [],
+                    "grad": {name: param.grad.clone() for name, param in params},  # type: ignore[union-attr]
+                }
+            )
+            opt.step()
+        records.append({"param": {name: param.detach().clone() for name, param in params}})
+    return [*records, {"dynamo": found}]
+
+
+def train_experts(path: str, over: str, way: str) -> list[Record]:
+    """Train an expert-parallel model of transformers.
+
+    Args:
+        path: Folder of the model.
+        over: Of ``tests.plugins.pipe_experts.test_huggingface``.
+        way: What is compiled: ``layers``, ``experts`` or ``model``.
+    """
+    from tests.plugins.pipe_experts import test_huggingface as huggingface
+
+    torch.manual_seed(1)
+    with watched() as found:
+        model: Any = huggingface.loaded(path, over)
+        parts = {
+            "layers": model.model.layers,
+            "experts": [layer.mlp.experts for layer in model.model.layers],
+            "model": [model],
+        }
+        for part in parts[way]:
+            part.compile(backend="eager")
+        opt = torch.optim.SGD(model.parameters(), 0.01)
+        records = [huggingface.step(model, opt, number, over) for number in range(STEPS)]
+    return [*records, {"dynamo": found}]
+
+
+def train_megatron(way: str, **config: Any) -> list[Record]:
+    """Train a GPT of Megatron-Core whose layers are compiled.
+
+    Args:
+        way: What is compiled: ``layers`` or ``linears``.
+        config: Of ``tests.plugins.megatron.models.train_gpt``.
+    """
+    from unittest import mock
+
+    from tests.plugins.megatron import models
+
+    def prepare(model: Any) -> None:
+        for layer in model.decoder.layers:
+            for part in [layer] if way == "layers" else [layer.self_attention, layer.mlp]:
+                part.compile(backend="eager")
+
+    torch.manual_seed(1)
+    with watched() as found, mock.patch.object(models, "compile_parts", prepare, create=True):
+        records = models.train_gpt(steps=STEPS, prepare="compile_parts", config=config)
+    return [*records, {"dynamo": found}]

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 import ovpatch
 from tests.plugins import compiled
 from tests.plugins.compiled import around, blocks, in_place, inside, searching, train
-from tests.plugins.ddp.arms import Cases, Record, all_both
+from tests.plugins.ddp.arms import Cases, Record, all_both, both
 from tests.plugins.ddp.checks import some
 from tests.support.equality import compare
 
@@ -165,6 +166,92 @@ def test_compiled_autograd_is_an_error_as_with_the_stock_reducer(ranks, feature)
             'torch._dynamo.config.optimize_ddp="python_reducer"' in text.replace(" = ", "=")
             for text in texts
         )
+
+
+# --- pipelines, experts and Megatron ---
+
+PIPELINES: Cases = {
+    "blocks": {"way": compiled.compile_blocks},
+    "replaced blocks": {"way": compiled.replace_blocks},
+    "a stage": {"way": compiled.compile_stage},
+    "two stages on a rank": {"way": compiled.compile_blocks, "schedule": "ScheduleInterleaved1F1B"},
+    "blocks of a cut model": {"way": compiled.compile_blocks, "is_cut": True},
+    "replaced blocks of a cut model": {"way": compiled.replace_blocks, "is_cut": True},
+    "a stage of a cut model": {"way": compiled.compile_stage, "is_cut": True},
+}
+MEGATRON: Cases = {
+    way: {"program": compiled.train_megatron, "way": way} for way in ("layers", "linears")
+}
+
+
+def pipelines_in_both() -> dict[str, dict[str, Any]]:
+    from tests.plugins.pipeline.cases import counters
+
+    train(around)
+    apply = partial(ovpatch.applied, "pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    cases = {name: {"program": compiled.train_pipeline, **case} for name, case in PIPELINES.items()}
+    return all_both(run, cases, apply=apply, counters=counters)
+
+
+def test_compiled_stages_are_compiled_as_in_stock_pytorch(ranks):
+    results = ranks(2)(pipelines_in_both, timeout=180)
+    for result in results:
+        for name, case in result.items():
+            assert case["counters"]["steps"] == compiled.STEPS, name
+            assert case["stock"][-1]["dynamo"]["breaks"] == 0, name
+            # The linear outside of compiled code is deferred.
+            if name == "blocks":
+                assert case["counters"]["weight_grads"] > 0, name
+    check(results)
+
+
+def megatron_in_both() -> dict[str, dict[str, Any]]:
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
+
+    train(around)
+    apply = partial(ovpatch.applied, "megatron")
+    return all_both(run, MEGATRON, apply=apply, counters=COUNTERS.as_dict)
+
+
+def test_compiled_layers_of_megatron_are_compiled_as_in_stock_pytorch(ranks):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    # Without this variable, Megatron warns once in each process, from other frames.
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    results = ranks(2)(megatron_in_both, timeout=180, env=env)
+    assert all(case["counters"]["calls"] for result in results for case in result.values())
+    check(results)
+
+
+def experts_in_both(path: str) -> dict[str, Any]:
+    from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
+
+    train(around)
+    apply = partial(ovpatch.applied, "pipe_experts")
+    return both(
+        compiled.train_experts, path, "tensor", "experts", apply=apply, counters=COUNTERS.as_dict
+    )
+
+
+def test_compiled_experts_are_compiled_at_most_as_often_as_in_stock_pytorch(ranks, tmp_path):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.plugins.pipe_experts.test_huggingface import MODELS, TINY
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **TINY, **MODELS["mixtral"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    # Transformers leaves the attribute on the class.
+    vars(torch.nn.Module).get("smart_apply") and delattr(torch.nn.Module, "smart_apply")
+    for result in ranks(2)(experts_in_both, str(tmp_path), timeout=180):
+        found = [result[arm].pop()["dynamo"] for arm in ("stock", "patched")]
+        # Counters in compiled code would compile it again in each step.
+        assert not [name for name in found[1]["compiled"] if "huggingface_experts" in name]
+        stock, patched = map(compiled.count_frames, found)
+        # Code that dispatches tokens is compiled in stock PyTorch, and skipped here.
+        assert all(patched[name] <= stock[name] for name in stock), (stock, patched)
+        compare(result["stock"], result["patched"], floor=1e-9).assert_equal()
+        assert result["counters"]["taken_over"] == result["counters"]["calls"] > 0
 
 
 # Compiled models whose full forward and full backward are CUDA graphs.

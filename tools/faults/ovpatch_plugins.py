@@ -6,7 +6,23 @@ from typing import Final
 
 from tools.faults.fault import Fault
 
+_COMPILED_TESTS: Final = "tests/plugins/test_compiled.py"
+
 FAULTS: Final = (
+    Fault(
+        "Dynamo compiles the experts' counters",
+        "plugins/ovpatch_plugins/pipe_experts/huggingface_experts.py",
+        "@torch._disable_dynamo\ndef compute_experts(",
+        "def compute_experts(",
+        (_COMPILED_TESTS,),
+    ),
+    Fault(
+        "Dynamo compiles the functions of Megatron's linears by themselves",
+        "plugins/ovpatch_plugins/megatron/linears.py",
+        "        if not torch.compiler.is_compiling() and _get_dynamo_callback() is None:\n",
+        "        if not torch.compiler.is_compiling():\n",
+        (_COMPILED_TESTS,),
+    ),
     Fault(
         "the positions of experts belong to a mode of the script",
         "plugins/ovpatch_plugins/pipe_experts/routing.py",

@@ -10,6 +10,7 @@ _PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
 _PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
 _CUTTING: Final = "plugins/ovpatch_plugins/pipeline/cutting/"
 _CUTTING_TESTS: Final = "tests/plugins/pipeline/test_cut.py"
+_BOUNDARY_TESTS: Final = "tests/plugins/pipeline/test_cut_boundaries.py"
 
 FAULTS: Final = (
     Fault(
@@ -46,6 +47,41 @@ FAULTS: Final = (
         "if index != (plan.due if plan.due < plan.low else plan.high):",
         "if False:",
         (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage computes on changed tensors instead of the received ones",
+        _CUTTING + "cut_check.py",
+        "            if not _is_unchanged(_read_leaf((args, kwargs), place), tensor, version):",
+        "            if False:",
+        (_BOUNDARY_TESTS,),
+    ),
+    Fault(
+        "a stage sends tensors that were changed after its last block",
+        _CUTTING + "cut_check.py",
+        "            if not _is_unchanged(_read_leaf(inputs, place), tensor, version):",
+        "            if False:",
+        (_BOUNDARY_TESTS,),
+    ),
+    Fault(
+        "a stage computes on tensors that were written after they had arrived",
+        _CUTTING + "cut_check.py",
+        "given is tensor and _read_version(given) == version",
+        "given is tensor",
+        (_BOUNDARY_TESTS,),
+    ),
+    Fault(
+        "a stage runs its first block before the received tensors have arrived",
+        _CUTTING + "cut_check.py",
+        "if self._plan.due != self._plan.low:",
+        "if False:",
+        (_BOUNDARY_TESTS,),
+    ),
+    Fault(
+        "a compiled block stays watched after the forward",
+        _CUTTING + "cut_check.py",
+        "        if own.get(_CALL) is self:\n",
+        "        if False:\n",
+        (_BOUNDARY_TESTS,),
     ),
     Fault(
         "stages are compared in evaluation alone",

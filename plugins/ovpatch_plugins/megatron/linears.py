@@ -35,6 +35,9 @@ _REPLACED_FUNCTIONS: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_reg
 # The arguments of a column-parallel linear that an operator may ignore. Other arguments, such as the buffer for a
 # deferred weight gradient, need Megatron's own function.
 _IGNORED_ARGUMENTS: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
+# Returns Dynamo's callback for the frames that its caller calls, None outside of compiled functions. If Dynamo cannot
+# trace a frame, it compiles each function that the frame calls by itself.
+_get_dynamo_callback: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _REMEDY: Final = (
     "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
@@ -79,7 +82,7 @@ class LinearPatches:
             scatters = (
                 self.sequence_parallel and self.input_is_parallel and not self.explicit_expert_comm
             )
-            if not scatters or torch.compiler.is_compiling():
+            if not scatters or torch.compiler.is_compiling() or _get_dynamo_callback() is not None:
                 return original(self, input_)
             output = patches._compute_row(foreign_reason, self, input_)
             if output is None:
@@ -102,7 +105,7 @@ class LinearPatches:
         extra_args: Mapping[str, Any],
     ) -> Tensor | None:
         """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron must compute it."""
-        if not sequence_parallel or torch.compiler.is_compiling():
+        if not sequence_parallel:
             return None
         group, reason = extra_args.get("tp_group"), foreign_reason
         if group is None:
@@ -234,9 +237,10 @@ def wrap_function(
             allreduce_dgrad,
             sequence_parallel,
         )
-        found = compute(
-            *linear_args, kwargs if not args else dict(zip(names, args, strict=False)) | kwargs
-        )
+        found = None
+        if not torch.compiler.is_compiling() and _get_dynamo_callback() is None:
+            named = kwargs if not args else dict(zip(names, args, strict=False)) | kwargs
+            found = compute(*linear_args, named)
         return original(*linear_args, *args, **kwargs) if found is None else found
 
     return linear

@@ -308,7 +308,7 @@ class PipelinePatches:
         extra_args: Mapping[str, Any],
     ) -> Tensor | None:
         """Return a linear's output; None if Megatron's backward computes the weight's gradient."""
-        if not self.queue.is_active or sequence_parallel or torch.compiler.is_compiling():
+        if not self.queue.is_active or sequence_parallel:
             return None
         # With a buffer, Megatron defers the weight's gradient itself.
         if not x.requires_grad or extra_args.get("grad_output_buffer") is not None:

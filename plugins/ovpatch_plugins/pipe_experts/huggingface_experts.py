@@ -83,6 +83,8 @@ def is_stock_implementation(implementation: Any) -> bool:
     )
 
 
+# Dynamo would compile this code again in each step, because counters change.
+@torch._disable_dynamo
 def compute_experts(
     implementation: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:

@@ -201,6 +201,64 @@ class Training(Decoder):
         return output
 
 
+class Changing(Decoder):
+    """A decoder whose forward may start to change hidden states between its blocks, after it was cut.
+
+    Attributes:
+        way: What the forward does before block ``at``, or with the block before it; a key of :data:`CHANGES`, or none.
+        at: The block.
+        mode: Whether it does so in training, in evaluation, or in both if None.
+    """
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__(layers=layers)
+        self.way, self.at = "", 0
+        self.mode: bool | None = None
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(ids) + self.positions[: ids.shape[1]]
+        way = self.way if self.mode in (None, self.training) else ""
+        order = list(range(len(self.layers)))
+        if way == "swap":
+            order[self.at - 1 : self.at + 1] = self.at, self.at - 1
+        elif way == "twice before":
+            order.insert(self.at, self.at - 1)
+        elif way == "twice after":
+            order.insert(self.at, self.at)
+        elif way == "skip":
+            order.remove(self.at - 1)
+        seen = x
+        for index in order:
+            if index == self.at and way in CHANGES:
+                x = CHANGES[way](x, seen)
+            seen = x
+            if index == self.at and way == "keyword":
+                x = self.layers[index](x=x, mask=mask)
+            else:
+                x = self.layers[index](x, mask)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+def _change_in_place(x: Tensor, _seen: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.mul_(2)
+    return x
+
+
+# Functions of the output and the input of the last block, which return the next block's input.
+CHANGES: dict[str, Any] = {
+    "scale": lambda x, _seen: 2 * x,
+    "add noise": lambda x, _seen: x + torch.rand_like(x),
+    "replace": lambda x, _seen: torch.ones_like(x),
+    "drop": lambda _x, seen: seen,
+    "cancel": lambda x, seen: seen + 0 * x,
+    "clamp large values": lambda x, _seen: x.clamp(-0.01, 0.01) if x.abs().max() > 0.01 else x,
+    "write": _change_in_place,
+    "detach": lambda x, _seen: x.detach(),
+}
+
+
 class Seeing(nn.Module):
     """A model that reads pictures and text, as models of transformers do.
 

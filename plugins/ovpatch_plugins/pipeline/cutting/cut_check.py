@@ -1,7 +1,8 @@
 """The checks of ``cut()``: the stages of a model compute the same as the full model.
 
 In evaluation mode, values and gradients are compared block by block. In training mode, values are
-compared with the same random numbers, so that the check finds models that skip blocks.
+compared with the same random numbers, so that the check finds models that skip blocks. Later forwards of a stage check
+that hidden states still pass its boundaries unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,36 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     BlockStack,
     CutError,
     ForwardState,
+    Path,
     Trace,
     find_tensors,
+    read_path,
     seed_all,
     trace_model,
 )
-from ovpatch_plugins.pipeline.cutting.stage_tree import ARG, StagePlan
+
+ARG: Final = "ovpatch_arg_"
+"""The prefix of the keyword by which a positional argument of the model is passed to all stages."""
 
 # Models skip a block if a uniform number is below a probability that is larger than this.
 _SMALL: Final = 0.01
+
+
+class StagePart(Protocol):
+    """The part of the model that a stage computes; see ``StagePlan``."""
+
+    low: int
+    high: int
+    stack: BlockStack
+    due: int
+
+    @property
+    def select(self) -> Callable[[Any], Any]:
+        """The function that makes a tensor, or several, of the model's output."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the stage has the last block."""
 
 
 def name_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +75,7 @@ def check_output(output: Any) -> None:
 def check_training(
     model: nn.Module,
     stack: BlockStack,
-    stages: Sequence[tuple[StagePlan, nn.Module]],
+    stages: Sequence[tuple[StagePart, nn.Module]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     restore: Callable[[], None],
@@ -113,7 +135,7 @@ def _find_extreme_seeds() -> tuple[tuple[int, int], tuple[int, int]]:
 
 def compare_values(
     tree: nn.Module,
-    plan: StagePlan,
+    plan: StagePart,
     trace: Trace,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -158,7 +180,7 @@ def compare_values(
     return received, values
 
 
-def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
+def _list_wanted(plan: StagePart, trace: Trace) -> list[Tensor]:
     return (
         [tensor for _, tensor in find_tensors(trace.output)]
         if plan.is_last
@@ -167,7 +189,7 @@ def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
 
 
 def _describe_difference(
-    plan: StagePlan, index: int, what: str, *, in_training: bool = False
+    plan: StagePart, index: int, what: str, *, in_training: bool = False
 ) -> str:
     name = plan.stack.name(index)
     where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
@@ -182,7 +204,7 @@ def _describe_difference(
 
 
 def compare_grads(
-    tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]
+    tree: nn.Module, plan: StagePart, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]
 ) -> None:
     """Compare a stage's gradients with the full model's.
 
@@ -258,3 +280,188 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     difference, scale = (a - b).abs().max().item(), b.abs().max().item()
     # NaNs count as a difference, because they compare as false.
     return not difference <= scale * torch.finfo(a.dtype).eps ** 0.75 or math.isinf(scale)
+
+
+# --- in each forward ---
+
+
+class BoundaryCheck:
+    """The check, in each forward of a stage, that hidden states pass its boundaries as in the traced forward.
+
+    A model's forward may start to change hidden states between two blocks after the cut, for example to scale them or
+    to add noise. If a stage ends between the two, it would send changed tensors, and the next stage would repeat the
+    change. So the first own block must get the received tensors themselves, and the block after the last own block must
+    get the tensors themselves that the last own block returned. Changes between blocks of one stage are right.
+
+    Args:
+        plan: The stage.
+        blocks: The list of blocks in the stage's module. Wrappers may replace its members later.
+        trace: The forward of the full model.
+    """
+
+    def __init__(self, plan: StagePart, blocks: nn.Module, trace: Trace) -> None:
+        self._plan = plan
+        before, after = trace.boundaries.get(plan.low), trace.boundaries.get(plan.high)
+        # Places of received tensors in the inputs of the first own block.
+        self._entry_places = [] if before is None else before.inputs
+        # Places of tensors that are sent, in the output of the last own block and in the inputs of the next one.
+        self._exit_places = (
+            [] if after is None else list(zip(after.outputs, after.inputs, strict=True))
+        )
+        watched = [] if before is None else [plan.low]
+        watched += [] if after is None or plan.high - 1 in watched else [plan.high - 1]
+        self._watches = [_BlockWatch(self, index, blocks) for index in watched]
+        # - State of a forward
+        # The received tensors with their versions; None after the first own block has begun.
+        self._received: list[tuple[Tensor, int]] | None = None
+        # The tensors that the last own block returned, with their versions; None before it has returned.
+        self._returned: list[tuple[Any, int]] | None = None
+
+    def start(self, received: Sequence[Tensor]) -> None:
+        """Start to check a forward, in which the stage's first and last block are watched."""
+        self._received = [(tensor, _read_version(tensor)) for tensor in received]
+        self._returned = None
+        for watch in self._watches:
+            watch.install()
+
+    def finish(self) -> None:
+        """End the check of a forward."""
+        for watch in self._watches:
+            watch.remove()
+        self._received = None
+        self._returned = None
+
+    def begin_block(self, index: int, args: Any, kwargs: Any) -> None:
+        """Check the inputs of the stage's first block.
+
+        Raises:
+            CutError: They are not the received tensors.
+        """
+        if index != self._plan.low or self._received is None:
+            return
+        if self._plan.due != self._plan.low:
+            raise CutError(describe_skip(self._plan))
+        for place, (tensor, version) in zip(self._entry_places, self._received, strict=True):
+            if not _is_unchanged(_read_leaf((args, kwargs), place), tensor, version):
+                raise CutError(_describe_change(self._plan, index))
+        self._received = None
+
+    def end_block(self, index: int, output: Any) -> None:
+        """Keep the tensors that the stage's last block has returned."""
+        if index == self._plan.high - 1:
+            tensors = [_read_leaf(output, path) for path, _ in self._exit_places]
+            self._returned = [(tensor, _read_version(tensor)) for tensor in tensors]
+
+    def check_exit(self, inputs: Any) -> None:
+        """Check the inputs ``(args, kwargs)`` of the block after the stage.
+
+        Raises:
+            CutError: They are not the tensors that the stage's last block returned.
+        """
+        # Nothing is known if a compiler has inlined the last block.
+        if self._returned is None or torch.compiler.is_compiling():
+            return
+        for (_, place), (tensor, version) in zip(self._exit_places, self._returned, strict=True):
+            if not _is_unchanged(_read_leaf(inputs, place), tensor, version):
+                raise CutError(_describe_change(self._plan, self._plan.high))
+
+
+class _BlockWatch:
+    """The call of a block that :class:`BoundaryCheck` watches while a forward of the stage runs.
+
+    Torch calls ``module._compiled_call_impl`` instead of the module's hooks and forward if it is set, as
+    ``module.compile()`` does. So the watch is outside of hooks and of compiled code, which stays as it is. The list is
+    read in each forward, because wrappers such as ``torch.compile()`` return another module.
+
+    Args:
+        check: The check.
+        index: The block.
+        blocks: The list of blocks in the stage's module.
+    """
+
+    def __init__(self, check: BoundaryCheck, index: int, blocks: nn.Module) -> None:
+        self._check = check
+        self._index = index
+        self._blocks = blocks
+        self._key = check._plan.stack.keys[index]
+        self._module: Any = None
+        # The function of module.compile(), or None.
+        self._inner: Any = None
+
+    def install(self) -> None:
+        """Start to watch the calls of the block."""
+        self._module = self._blocks._modules[self._key]
+        # The class of some wrappers passes attributes on to the inner module.
+        self._inner = self._module.__dict__.get(_CALL)
+        self._module.__dict__[_CALL] = self
+
+    def remove(self) -> None:
+        """Restore the calls of the block, unless the forward has compiled it."""
+        own = self._module.__dict__
+        if own.get(_CALL) is self:
+            del own[_CALL]
+            if self._inner is not None:
+                own[_CALL] = self._inner
+        self._module = None
+        self._inner = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block, and check its inputs and outputs."""
+        call = self._module._call_impl if self._inner is None else self._inner
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        self._check.begin_block(self._index, args, kwargs)
+        output = call(*args, **kwargs)
+        self._check.end_block(self._index, output)
+        return output
+
+
+_CALL: Final = "_compiled_call_impl"
+
+
+def _read_leaf(value: Any, path: Path) -> Any:
+    """Return the value at a place of a nested value, or None if there is no such place."""
+    try:
+        return read_path(value, path)
+    except (LookupError, AttributeError, TypeError):
+        return None
+
+
+def _read_version(tensor: Any) -> int:
+    """Return the number of writes to a tensor, which does not exist in inference mode."""
+    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+
+
+def _is_unchanged(given: Any, tensor: Any, version: int) -> bool:
+    """Return whether a block gets a tensor itself, and without a later write to it."""
+    return isinstance(given, Tensor) and given is tensor and _read_version(given) == version
+
+
+def describe_skip(plan: StagePart, called: int | None = None) -> str:
+    """Return the error of a forward that did not call the block that was due.
+
+    Args:
+        plan: The stage.
+        called: The block that the forward called instead. None: it called another module.
+    """
+    due = plan.due if plan.due < plan.low else plan.high
+    what = (
+        f"skipped {plan.stack.name(due)}"
+        if called is None or due < len(plan.stack.blocks)
+        else f"called {plan.stack.name(called)} again"
+    )
+    return (
+        f"the model's forward {what}, or did not call the blocks in order, so a stage did "
+        "not get the hidden states of the previous stage. Have the forward call all blocks in order, "
+        "also in training: turn LayerDrop off, as by layerdrop=0.0."
+    )
+
+
+def _describe_change(plan: StagePart, index: int) -> str:
+    before, after = plan.stack.name(index - 1), plan.stack.name(index)
+    return (
+        f"the model's forward did not pass the output of {before} on to {after} unchanged, unlike "
+        "with the microbatch that the model was cut with. A stage ends there, and the next stage "
+        f"would repeat the change. Move what the forward does between the two into {before} or "
+        f"{after}, and cut the model again."
+    )

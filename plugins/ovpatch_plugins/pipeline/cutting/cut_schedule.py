@@ -43,6 +43,7 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     trace_model,
 )
 from ovpatch_plugins.pipeline.cutting.cut_check import (
+    BoundaryCheck,
     check_output,
     check_training,
     compare_grads,
@@ -453,6 +454,7 @@ def _make_trees(
             )
         if plan.index in own:
             trees[plan.index] = tree
+            plan.check = BoundaryCheck(plan, tree.get_submodule(stack.path), trace)
     if not is_meta:
         for index, tree in trees.items():
             compare_grads(

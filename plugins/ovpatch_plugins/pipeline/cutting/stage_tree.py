@@ -6,7 +6,8 @@ the tensors that the previous stage sent. The block after them ends the forward 
 
 [Note: nothing of a stage hooks its blocks] Received tensors enter as the output of the block before the own blocks.
 The forward ends at the entry of the block after them. So a checkpointed block gets the tensors as its input, and
-recomputes alone.
+recomputes alone. :class:`~ovpatch_plugins.pipeline.cutting.cut_check.BoundaryCheck` sees the calls of the first and the
+last own block from outside of their hooks, and only while the stage's forward runs.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     map_leaves,
     read_path,
 )
+from ovpatch_plugins.pipeline.cutting.cut_check import ARG, BoundaryCheck, describe_skip
 from ovpatch_plugins.pipeline.graph import walk_graph
 
 # The attribute of a module that has the data of its role.
 _ROLE: Final = "_ovpatch_role"
-ARG: Final = "ovpatch_arg_"
-"""The prefix of the keyword by which a positional argument of the model is passed to all stages."""
 
 
 class _StageEnd(BaseException):
@@ -64,6 +64,7 @@ class StagePlan:
         params: Ids of the parameters on which the stage's outputs depend.
         received: The tensors that the previous stage sent, while the forward runs.
         due: The block of another stage that the forward must call next.
+        check: Checks the stage's boundaries in each forward. None until the stage has been built.
     """
 
     index: int
@@ -77,6 +78,7 @@ class StagePlan:
     params: set[int] = field(default_factory=set)
     received: tuple[Tensor, ...] = ()
     due: int = 0
+    check: BoundaryCheck | None = None
 
     @property
     def is_last(self) -> bool:
@@ -178,14 +180,20 @@ class _Root:
             )
         plan.received = received
         plan.due = 0
+        # Dynamo calls the forward of modules that it inlines, so it would pass the check by.
+        check = None if torch.compiler.is_compiling() else plan.check
+        if check is not None:
+            check.start(received)
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except _StageEnd as end:
             return end.tensors[0] if len(end.tensors) == 1 else end.tensors
         finally:
             plan.received = ()
+            if check is not None:
+                check.finish()
         if plan.due < plan.low:
-            raise CutError(_describe_skip(plan))
+            raise CutError(describe_skip(plan))
         if not plan.is_last:
             raise CutError(
                 f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the "
@@ -206,8 +214,10 @@ class _SkippedBlock:
         # Received tensors enter as the output of the last block before the own blocks. A forward that skips that block
         # would continue with the zeros that represent hidden states.
         if index != (plan.due if plan.due < plan.low else plan.high):
-            raise CutError(_describe_skip(plan))
+            raise CutError(describe_skip(plan, index))
         if index == plan.high:
+            if plan.check is not None:
+                plan.check.check_exit((args, kwargs))
             # Senders and receivers of all transports expect contiguous messages, and T5 passes transposed tensors.
             raise _StageEnd(
                 tuple(read_path((args, kwargs), path).contiguous() for path in plan.sent)
@@ -215,15 +225,6 @@ class _SkippedBlock:
         plan.due += 1
         given = dict(zip(plan.outputs, plan.received, strict=True))
         return map_leaves(template, lambda path, leaf: given.get(path, leaf))
-
-
-def _describe_skip(plan: StagePlan) -> str:
-    name = plan.stack.name(plan.due if plan.due < plan.low else plan.high)
-    return (
-        f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did "
-        "not get the hidden states of the previous stage. Have the forward call all blocks in order, "
-        "also in training: turn LayerDrop off, as by layerdrop=0.0."
-    )
 
 
 class _Placeholder:
@@ -319,7 +320,7 @@ class _Absent(_Placeholder):
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         name, plan = self.__dict__[_ROLE]
         if plan is not None:
-            raise CutError(_describe_skip(plan))
+            raise CutError(describe_skip(plan))
         raise CutError(
             f"the stage has no {name}, which it did not call with the microbatch that the model "
             "was cut with. Cut the model with a microbatch that takes the same path as those of "
