@@ -11,10 +11,12 @@ A step passes through these methods of :class:`GradReducer`, and from there thro
 4. ``on_grad_accumulated``: a hook (``grad_hooks.py``) calls it for each gradient. ``GradSync``
    (``grad_sync.py``) packs each full bucket (``grad_bucket.py``, or ``sharded_bucket.py`` of
    ``dist_optimizer``), and starts its collective (``comm/collectives.py``).
-5. ``_finish_backward``: the host waits. Buckets write every ``p.grad``, and the owner counts
-   (``WrapperCalls.after_backward`` in ``ddp/reducer_stub.py``). With ``dist_optimizer`` the host waits
-   in ``sharded_grads.py``, peers learn of new shards (``peer_rpc/sequence_lock.py``), and gradients
-   become lazy (``tensors/lazy_tensor.py``).
+5. ``_finish_backward``: the host waits for the collectives of buckets (``GradSync.wait``, or
+   ``wait_for_grads`` in ``sharded_grads.py`` of ``dist_optimizer``), then for the usage map
+   (``usage_map.py``) and the flags. Buckets write every ``p.grad``, and the owner counts
+   (``WrapperCalls.after_backward`` in ``ddp/reducer_stub.py``). With ``dist_optimizer`` peers learn
+   of new shards (``peer_rpc/sequence_lock.py``), and gradients become lazy
+   (``tensors/lazy_tensor.py``).
 """
 
 from __future__ import annotations
