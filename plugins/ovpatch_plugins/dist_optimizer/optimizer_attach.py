@@ -197,7 +197,11 @@ class OptimizerAttachment:
         return state_dict
 
     def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Report an optimizer whose step is not patched; torch calls this global hook."""
+        """Attach to an optimizer before its first step, or report why torch runs its steps.
+
+        This is a global hook, which torch calls for all optimizers, also for those whose ``step`` no
+        patch covers.
+        """
         if torch.compiler.is_compiling() or attached_values(optimizer).get(_SHARDED) is not None:
             return
         inner = find_inner_optimizer(optimizer)

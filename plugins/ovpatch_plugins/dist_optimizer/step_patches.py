@@ -59,7 +59,9 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class NamedClasses:
-    """Classes that the user has named, as ``module.Class``. No check follows: the user is trusted.
+    """Classes that the user has named, as ``module.Class``. The user is trusted.
+
+    Nothing tests whether the step of a class is element-wise, so a wrong name gives wrong values.
 
     The ``step`` of each class is a target of a patch. A class of a module that is not imported yet
     is patched after the import.
@@ -86,7 +88,11 @@ def list_step_classes(named: NamedClasses) -> list[str]:
 
 
 def find_kind(cls: type[Optimizer], named: NamedClasses) -> Kind | None:
-    """Return the way to shard the steps of a class; None if the class is unknown."""
+    """Return the way to shard the steps of a class; None if the class is unknown.
+
+    The ``step`` of a named class is patched in that class. So the function that it may have kept
+    from before ``apply()`` does not matter (:func:`_inherits_step`).
+    """
     for base in cls.__mro__:
         if _full_name(base) in named.per_parameter:
             return Kind.PER_PARAMETER_NAMED
