@@ -62,11 +62,12 @@ class Cell:
         Raises:
             ValueError: The name is no cell.
         """
-        habits, features, world, *seed = text.split("/")
-        if not world.startswith("w") or len(seed) > 1:
+        parts = text.split("/")
+        if not 3 <= len(parts) <= 4 or not parts[2].startswith("w"):
             raise ValueError(
                 f"{text!r} is no cell; write HABIT+HABIT/FEATURE+FEATURE/wRANKS or .../wRANKS/SEED"
             )
+        habits, features, world, *seed = parts
         names = tuple(name for name in habits.split("+") if name)
         return Cell(names, tuple(features.split("+")), int(world[1:]), *map(int, seed))
 
