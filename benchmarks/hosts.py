@@ -364,7 +364,7 @@ def make_table(results: list[dict[str, Any]]) -> str:
         f"\n\nMilliseconds per step, median of {min(rounds)} to {max(rounds)} alternating rounds, on links of "
         f"{newest['settings']['rate']}; {newest['date']}, torch {newest['torch'].partition('+')[0]}, gloo, "
         f"{newest['settings']['parameters'] * 4 / 1e6:.0f} MB of gradients. In brackets: the ratio to stock "
-        "PyTorch, and the error of `ovpatch bench --what-if`. Raw data: "
+        "PyTorch, and the error of the model of `ovpatch bench --what-if`. Raw data: "
         "`benchmarks/results/hosts.jsonl`."
     )
 

@@ -34,6 +34,10 @@ _ERROR_ONE_OPTION: Final = (
 _ERROR_NO_COUNT: Final = (
     "--meet {} needs the number of nodes, and the command names none. " + _REMEDY_MEET
 )
+_ERROR_SLURM: Final = (
+    "the nodes do not know where to meet: ovpatch cannot read the list of nodes of Slurm, {}. "
+    + _REMEDY_MEET
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def find_place(
     if meet is not None:
         host, port = _parse_address(meet)
         found = _find_by_torchrun(arguments, strict=False) if arguments is not None else None
-        found = found or _find_by_environment()
+        found = found or _find_by_environment(strict=False)
         if found is None and count is None:
             raise SettingsError(_ERROR_NO_COUNT.format(meet))
         index = None if found is None or count not in (None, found.count) else found.index
@@ -153,10 +157,13 @@ def _choose_port(launcher_port: int) -> int:
     return launcher_port + (1 if launcher_port < _MAX_PORT else -1)
 
 
-def _find_by_environment() -> Place | None:
+def _find_by_environment(*, strict: bool = True) -> Place | None:
     """Return the place by the variables of ``srun``, or of a launcher that numbers its processes.
 
     Each process that such a launcher starts is a node here, even if it runs one rank.
+
+    Args:
+        strict: Whether a job whose nodes cannot know where to meet is an error.
     """
     read = os.environ.get
     names = _list_slurm_hosts()
@@ -168,19 +175,35 @@ def _find_by_environment() -> Place | None:
             port = int(read("MASTER_PORT") or _MASTER_PORT)
             listed = names if len(names) == total else ()
             return Place(total, int(numbers[1]), host, _choose_port(port), listed)
+    text = _read_slurm_list()
+    if strict and text and not names and int(read("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise SettingsError(_ERROR_SLURM.format(text))
     return None
 
 
+def _read_slurm_list() -> str:
+    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+
+
+# A name, or a name that ends in numbers and ranges of numbers, as in a[1-2,7].
+_SLURM_NAME: Final = r"([^,\[\]]+)(?:\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\])?"
+
+
 def _list_slurm_hosts() -> list[str]:
-    """Return the host names of a Slurm step, such as ``a1 a2`` for ``a[1-2]``; [] outside of Slurm."""
-    text = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    """Return the host names of a Slurm step, such as ``a1 a2`` for ``a[1-2]``.
+
+    The list is empty outside of Slurm, and if names have another form, such as ``r[1-2]n[1-2]``.
+    """
+    text = _read_slurm_list()
+    if not re.fullmatch(f"{_SLURM_NAME}(?:,{_SLURM_NAME})*", text):
+        return []
     hosts: list[str] = []
-    for name, ranges in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?,?", text):
+    for name, ranges in re.findall(_SLURM_NAME, text):
         for part in ranges.split(",") if ranges else [""]:
             first, _, last = part.partition("-")
             if not part:
                 hosts.append(name)
-            elif first.isdigit() and (last or first).isdigit():
+            else:
                 numbers = range(int(first), int(last or first) + 1)
                 hosts += [f"{name}{number:0{len(first)}}" for number in numbers]
     return hosts

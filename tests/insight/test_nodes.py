@@ -128,6 +128,16 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("nodes", ["r[1-2]n[1-2]", "node[1-2]-ib", "a[1-]", "a[1-2],b[x]"])
+def test_a_list_of_slurm_in_another_form_is_an_error_and_names_no_node(nodes, monkeypatch):
+    cleaned(monkeypatch, **(SLURM | {"SLURM_STEP_NODELIST": nodes}))
+    with pytest.raises(SettingsError, match=r"cannot read the list of nodes of Slurm.*--meet"):
+        find_place(["python", "train.py"])
+    assert find_place(["python", "train.py"], 3, "a:9") == Place(3, None, "a", 9)
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    assert find_place(["python", "train.py"]) == Place(3, 2, "a", 29501)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_place_that_cannot_be_known_is_an_error_with_the_remedy(name, monkeypatch):
     cleaned(monkeypatch)

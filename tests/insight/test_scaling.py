@@ -387,7 +387,7 @@ def test_steps_on_slow_links_are_predicted_and_ddp_is_not_slower_than_stock():
         for arm, predicted in predict_row(row, settings).items():
             assert predicted == pytest.approx(row["arms"][arm]["ms"], rel=0.1), (name, arm)
         stock, ddp = (row["arms"][arm] for arm in ("stock", "ddp"))
-        # With one rank per host both do the same, and the machine was busy: rounds spread by more than that.
+        # With one rank per host ddp took up to 1.04 times as long, and the cause was not found.
         limit = 1.05 if row["per_host"] == 1 else 0.95
         assert ddp["ms"] <= limit * stock["ms"], name
         assert ddp["link_bytes"] <= 1.01 * stock["link_bytes"], name

@@ -233,6 +233,19 @@ def test_all_ranks_of_a_lost_host_take_the_time_of_one(directory, monkeypatch):
     assert asked == [("a", 0), ("a", 1)]
 
 
+def test_an_address_that_this_machine_has_itself_leads_to_no_other_machine(monkeypatch):
+    monkeypatch.setattr(client, "_list_interface_addresses", lambda: ["172.17.0.1", "10.0.0.1"])
+
+    def list_addresses(host, *addresses):
+        return Endpoint(NOBODY, host, addresses, 1).list_addresses()
+
+    assert list_addresses("elsewhere", "10.0.0.2", "172.17.0.1") == ["10.0.0.2"]
+    # Containers may have names of their own and the network of their machine.
+    assert list_addresses("elsewhere", "10.0.0.1") == ["10.0.0.1"]
+    here = list_addresses(socket.gethostname(), "10.0.0.1", "172.17.0.1")
+    assert here == ["127.0.0.1", "::1", "10.0.0.1", "172.17.0.1"]
+
+
 def test_silent_connections_of_other_programs_delay_no_caller(server, directory):
     strangers = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(10)]
     directory.publish(1, server.endpoint)

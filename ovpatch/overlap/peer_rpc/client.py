@@ -63,7 +63,10 @@ class Endpoint:
         remote = [address for address in self.addresses if address not in loopback]
         if self.host == socket.gethostname() or not remote:
             return [*loopback, *remote]
-        return remote
+        # Many machines have the same address on a bridge of containers. There this process would
+        # reach its own machine, whose refusal says nothing about the peer.
+        own = _list_interface_addresses()
+        return [address for address in remote if address not in own] or remote
 
     def connect(self, attempt: int, deadline: float) -> Connection:
         """Connect to the server.
