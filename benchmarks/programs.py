@@ -377,6 +377,8 @@ def make_table(results: Iterable[dict[str, Any]]) -> str:
             f"{', in its last round' if v in summary else ''}: {why.partition('. ')[0]}"
             for v, why in result["failed"].items()
         ]
+        note = result.get("settings", {}).get("note")
+        notes += [f"- {result['title']}, the same run: {note}."] if note else []
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 

@@ -350,7 +350,7 @@ ROOMS = {
     "ovpatch/overlap/comm": 1477,
     "ovpatch/overlap/data_parallel": 1445,
     "ovpatch/overlap/tensors": 567,
-    "ovpatch/overlap/peer_rpc": 947,
+    "ovpatch/overlap/peer_rpc": 948,
     "plugins/ovpatch_plugins/ddp": 685,
     "plugins/ovpatch_plugins/dist_optimizer": 3614,
 }

@@ -212,6 +212,27 @@ def test_ranks_that_all_abort_continue(ranks, world):
     ] * world
 
 
+def waiting_after_an_abort() -> list[bool]:
+    """Abort a barrier at which the peer has arrived; return whether each later call of the peer raises."""
+    barrier, found = HostBarrier.for_group(dist.group.WORLD), []
+    barrier.wait()
+    if dist.get_rank() == 1:
+        barrier.defer_wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        barrier.abort()
+    dist.barrier()
+    for call in (barrier.finish, barrier.finish, barrier.wait) if dist.get_rank() == 1 else ():
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        found.append("does not join this collective" in str(raised.value))
+    return found
+
+
+def test_a_rank_that_has_arrived_at_an_aborted_barrier_reads_none_of_its_values(ranks):
+    assert ranks(2)(waiting_after_an_abort) == [[], [True] * 3]
+
+
 def aborting_first(peers_wait: bool) -> tuple[str, bool]:
     """Abort the very first barrier on rank 0 while its peers wait there, or use no barrier."""
     barrier, text = HostBarrier.for_group(dist.group.WORLD), ""

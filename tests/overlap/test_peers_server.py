@@ -240,7 +240,7 @@ def test_an_address_that_this_machine_has_itself_leads_to_no_other_machine(monke
         return Endpoint(NOBODY, host, addresses, 1).list_addresses()
 
     assert list_addresses("elsewhere", "10.0.0.2", "172.17.0.1") == ["10.0.0.2"]
-    # Containers may have names of their own and the network of their machine.
+    # Containers may have their own names and the network of their machine.
     assert list_addresses("elsewhere", "10.0.0.1") == ["10.0.0.1"]
     here = list_addresses(socket.gethostname(), "10.0.0.1", "172.17.0.1")
     assert here == ["127.0.0.1", "::1", "10.0.0.1", "172.17.0.1"]

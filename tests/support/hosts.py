@@ -137,7 +137,8 @@ class Cluster:
             self._in_switch(f"ip link set port{host} master bridge up")
             up = f"ip address add {self.addresses[host]}/24 dev eth0 && ip link set eth0 up && ip link set lo up"
             # Docker gives each of its machines this address.
-            up += " && ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
+            up += " && ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0"
+            up += " && ip link set docker0 up"
             _run(["nsenter", "-t", str(pid), "--net", "sh", "-c", up])
         if rate is not None:
             for host in range(count):

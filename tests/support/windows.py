@@ -28,6 +28,9 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
     ]
     dist.barrier(group)
     os.unlink(paths[group.rank()])
+    dist.barrier(group)
+    if group.rank() == 0:
+        os.rmdir(folder[0])
     return Window(ranks, lambda stream: dist.barrier(group), copy, driver=HostDriver())
 
 

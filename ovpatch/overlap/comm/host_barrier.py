@@ -273,7 +273,8 @@ class HostBarrier:
         share = self._count_arrival(tag & self._tag_mask)
         count = self._store.add(self._get_number_key(), share)
         # If a peer has aborted this barrier, the check raises, and this rank continues with the
-        # next barrier, as the peer does.
+        # next barrier, as the peer does. A rank that had arrived before stays at this barrier, so
+        # that each later read of the step's values raises as well.
         self._is_open = self._have_all_arrived(count)
         # From here on, an interrupted rank returns to the same barrier.
         self._has_arrived = True

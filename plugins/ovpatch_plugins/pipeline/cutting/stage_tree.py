@@ -580,10 +580,10 @@ def _redirect(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
 class SharedParam:
     """A parameter that several stages have, such as a tied embedding.
 
-    name: Its first name in the full model.
-    name: Its first name in the whole model.
-    stages: The stages.
-    owners: The modules of this rank's stages that have it, and its name in each.
+    Attributes:
+        name: Its first name in the full model.
+        stages: The stages.
+        owners: The modules of this rank's stages that have it, and its name in each.
     """
 
     name: str
