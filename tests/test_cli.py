@@ -198,7 +198,7 @@ MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
         {},
         ("--features", "dpp", "--", "true"),
         ExitCode.USAGE,
-        "did you mean 'ddp'?",
+        "--features=dpp names an unknown feature 'dpp' (did you mean 'ddp'?)",
     ),
     "a feature that cannot be loaded": (
         {"OVPATCH": "+broken"},

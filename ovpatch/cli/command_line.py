@@ -180,8 +180,13 @@ def check_command(command: Sequence[str]) -> None:
     launch.check_executable(command)
 
 
-def check_settings(environment: Mapping[str, str]) -> FeaturePlan:
+def check_settings(environment: Mapping[str, str], features: str | None = None) -> FeaturePlan:
     """Return the plan that an environment leads to.
+
+    Args:
+        environment: The environment of the patched command.
+        features: The value of ``--features``, which the environment has as ``OVPATCH``. Default:
+            the option was not given.
 
     Raises:
         SettingsError: A setting is wrong.
@@ -189,8 +194,16 @@ def check_settings(environment: Mapping[str, str]) -> FeaturePlan:
     """
     from ovpatch.session.session import Session
 
-    plan = Session().plan(environ=environment, should_check_machine=False)
-    plan.check_requests()
+    variable = f"OVPATCH={features}"
+    try:
+        plan = Session().plan(environ=environment, should_check_machine=False)
+        plan.check_requests()
+    except SettingsError as error:
+        if features is None or not str(error).startswith(variable):
+            raise
+        # The user has written the option and not the variable.
+        text = str(error).removeprefix(variable)
+        raise SettingsError(f"--features={features}{text}") from error
     return plan
 
 
@@ -206,7 +219,7 @@ def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str
 
     variants.check_autoload()
     environment = make_environment(arguments.features)
-    plan = check_settings(environment)
+    plan = check_settings(environment, arguments.features)
     if plan.environment.selection.kind == "nothing":
         raise SettingsError(
             "OVPATCH turns everything off, so there is nothing to compare. Unset it."

@@ -313,5 +313,7 @@ def _write_epilog(
         lines += ["", "exit codes:"]
         lines += [f"  {code.value:<4} {meaning}" for code, meaning in sorted(codes.items())]
     if passes:
-        lines.append("  The exit code of the command if that fails; torchrun ends with 1 after Ctrl-C")
+        lines.append(
+            "  The exit code of the command if that fails; torchrun ends with 1 after Ctrl-C"
+        )
     return "\n".join(lines)

@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
     environment = command_line.make_environment(arguments.features)
     command_line.check_file(arguments.report, "--report")
     command_line.check_folder(arguments.out)
-    command_line.check_settings(environment)
+    command_line.check_settings(environment, arguments.features)
     command_line.check_command(command)
     command_line.warn_of_near_misses(environment, "run")
     place = _find_place(arguments, command)

@@ -337,7 +337,7 @@ def _choose_variants(arguments: argparse.Namespace, wanted: range) -> list[Varia
     details |= {"stop": not arguments.no_stop, "operators": arguments.operators}
     patched = Variant("patched", arguments.features, details)
     environment = command_line.make_environment(arguments.features)
-    command_line.check_settings(environment)
+    command_line.check_settings(environment, arguments.features)
     command_line.warn_of_near_misses(environment, "timeline")
     off = settings.read_environment(environment).selection.kind == "nothing"
     if off and arguments.compare:
