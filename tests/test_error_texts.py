@@ -83,6 +83,7 @@ WITHOUT_REMEDY = {
     "LoopError": "the pipeline of megatron quotes it and adds the remedy",
     "NotStartedError": "the text and the exit code of a shell",
     "ovpatch: module 'ovpatch'": _LOOKED_UP,
+    "ovpatch.cli.command_line: --features={features}{text}": "quotes an error about OVPATCH with its remedy",
     "ovpatch.hookspecs: expected {": _PARSED,
     "ovpatch.insight.bench.rounds: {variant.name}: {problem}": "the end of the run's output follows",
     "ovpatch.insight.nodes: node 0 ended the meeting": "quotes the error of node 0 with its remedy",
