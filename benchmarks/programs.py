@@ -332,27 +332,34 @@ class Measurement:
 
 def summarize(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the medians over rounds of each variant, and its ratios to the stock runs of the same rounds."""
-    stock = {found["round"]: found for found in rounds if found["variant"] == "stock"}
+    stock_cpu_ms = [found["cpu_ms"] for found in rounds if found["variant"] == "stock"]
     summary = []
     for variant in [name for name in VARIANTS if any(found["variant"] == name for found in rounds)]:
         mine = [found for found in rounds if found["variant"] == variant]
         medians = [statistics.median(found["ms"]) for found in mine]
-        ratios = [
-            statistics.median(found["ms"]) / statistics.median(stock[found["round"]]["ms"])
-            for found in mine
-            if found["round"] in stock
-        ]
+        ratio = find_ratio(rounds, variant, "stock")
         least_cpu_ms = min(found["cpu_ms"] for found in mine)
         summary.append({
             "variant": variant,
             "median_ms": round(statistics.median(medians), 2),
             "round_medians_ms": [round(ms, 2) for ms in medians],
-            "ratio": round(statistics.median(ratios), 3) if ratios else None,
+            "ratio": None if ratio is None else round(ratio, 3),
             "least_cpu_ms": least_cpu_ms,
-            "cpu_ratio": round(least_cpu_ms / min(f["cpu_ms"] for f in stock.values()), 3) if stock else None,
+            "cpu_ratio": round(least_cpu_ms / min(stock_cpu_ms), 3) if stock_cpu_ms else None,
             "peak_gib": max(found["peak_gib"] for found in mine),
         })  # fmt: skip
     return summary
+
+
+def find_ratio(rounds: Sequence[dict[str, Any]], variant: str, base: str) -> float | None:
+    """Return the median, over rounds, of a variant's ratio to another one in the same round; None without any."""
+    bases = {found["round"]: found for found in rounds if found["variant"] == base}
+    ratios = [
+        statistics.median(found["ms"]) / statistics.median(bases[found["round"]]["ms"])
+        for found in rounds
+        if found["variant"] == variant and found["round"] in bases
+    ]
+    return statistics.median(ratios) if ratios else None
 
 
 def make_table(results: Iterable[dict[str, Any]]) -> str:

@@ -601,7 +601,7 @@ def hosts() -> str:
 
 def programs() -> str:
     """Return the table of ``benchmarks/programs.py``: one row per program."""
-    # That module imports torch, which no other table needs.
+    # That module imports torch, which other tables do not need.
     from benchmarks.programs import make_table
 
     results = read_results("programs")
@@ -629,6 +629,9 @@ README_PROGRAMS = (
 
 def programs_short() -> str:
     """Return the table of README.md: time and memory of :data:`README_PROGRAMS`, stock and with ovpatch."""
+    # That module imports torch, which other tables do not need.
+    from benchmarks.programs import find_ratio
+
     results = {result["program"]: result for result in read_results("programs")}
     shown = [results[name] for name in README_PROGRAMS]
     header = [
@@ -644,7 +647,7 @@ def programs_short() -> str:
         stock, ours = find_program_pair(result)
         rounds.add(len(ours["round_medians_ms"]))
         step = f"{ours['median_ms']:.1f} ms, **{_percent(ours['ratio'])}**"
-        tuned_ratio = find_ratio_to_best(result)
+        tuned_ratio = find_ratio(result["rounds"], "ovpatch", "best")
         if tuned_ratio is not None:
             step += f" (against best settings {_percent(tuned_ratio)})"
         memory = f"{ours['peak_gib']:.1f} GiB, **{_percent(ours['peak_gib'] / stock['peak_gib'])}**"
@@ -665,20 +668,6 @@ def programs_short() -> str:
         "the median ratio of a round, not of the medians. Best settings: the script changed to a fused "
         "optimizer, `gradient_as_bucket_view` and `static_graph`. Memory: the peak of torch's allocator."
     )
-
-
-def find_ratio_to_best(result: dict[str, Any]) -> float | None:
-    """Return the median ratio, over rounds, of plain ovpatch to stock PyTorch's best settings, if these ran."""
-    medians = {
-        (found["variant"], found["round"]): statistics.median(found["ms"])
-        for found in result["rounds"]
-    }
-    ratios = [
-        medians["ovpatch", number] / best
-        for (variant, number), best in medians.items()
-        if variant == "best" and ("ovpatch", number) in medians
-    ]
-    return statistics.median(ratios) if ratios else None
 
 
 def find_program_pair(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -348,7 +348,8 @@ def tagged(how: str, tags: list[list[int]], in_file: str) -> tuple[int, int, str
                 else:
                     if how == "arrive":
                         barrier.arrive(tag)
-                    barrier.defer_wait(tag)
+                    barrier.arrive(tag)
+                    barrier.defer_wait()
                     barrier.finish()
                 passed += 1
         except RuntimeError as error:

@@ -170,10 +170,10 @@ class HostBarrier:
             if self._world > 1 and not self._has_arrived:
                 self._arrive(tag)
 
-    def defer_wait(self, tag: int = 0) -> None:
+    def defer_wait(self) -> None:
         """Arrive, unless this rank has arrived, and leave the wait to :meth:`finish`."""
         with self._lock:
-            self.arrive(tag)
+            self.arrive()
             self._must_finish = self._world > 1
 
     def finish(self) -> None:
