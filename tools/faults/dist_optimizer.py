@@ -102,6 +102,13 @@ FAULTS: Final = (
         (_RUN_AHEAD,),
     ),
     Fault(
+        "a rank falls back alone while peers raise errors",
+        _SHARDING + "sharded_optimizer.py",
+        "if any(_has_passed_peers(model) for model in self._names):",
+        "if False:",
+        (_RUN_AHEAD,),
+    ),
+    Fault(
         "a read of parameters does not wait until hosts have compared their steps",
         _SHARDING + "param_all_gather.py",
         "None if shards.step_barrier is None else shards.step_barrier.finish",

@@ -72,10 +72,9 @@ REASON_IN_BACKWARD: Final = (
     "want to differ"
 )
 
-_ERROR_STATE_UNREACHABLE: Final = (
-    "ovpatch: {} must fall back to torch, because {}. Its state could not be gathered, because "
-    "peers have already "
-    "continued. Do the same on every rank, or turn dist_optimizer off."
+_ERROR_PEERS_CONTINUED: Final = (
+    "ovpatch: {} must fall back to torch, because {}. But peers have already changed its state, "
+    "or that of another optimizer. Do the same on every rank, or turn dist_optimizer off."
 )
 
 _ERROR_CAPTURED: Final = (
@@ -208,6 +207,10 @@ class ShardedOptimizer:
         params = self._find_step_params(optimizer)
         if reason := self._agree_on_step(optimizer):
             self._end_sharding(reason)
+            # Peers raise at the barrier of steps. This rank would wait for them in its next
+            # collective.
+            if any(_has_passed_peers(model) for model in self._names):
+                raise RuntimeError(_ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason))
         if not params or not self.is_sharded:
             return stock_step(optimizer, *args, **kwargs)
         self._prepare_update(optimizer)
@@ -472,7 +475,7 @@ class ShardedOptimizer:
     @staticmethod
     def _leaves_waiting_hosts(model: ShardedGrads, is_leaving: bool) -> bool:
         """Return whether peers wait for this host, and do not know that it leaves the model."""
-        if model.votes is None or model.votes.has_passed_peers:
+        if model.votes is None or _has_passed_peers(model):
             return model.votes is not None
         has_sharded = any(optimizer.is_sharded for optimizer in model.optimizers)
         return not model.votes.reason and has_sharded and is_leaving
@@ -620,7 +623,7 @@ class ShardedOptimizer:
             self.unshard()
         except PeerError as error:
             raise RuntimeError(
-                _ERROR_STATE_UNREACHABLE.format(type(optimizer).__name__, reason)
+                _ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason)
             ) from error
         if optimizer is not None:
             self._on_fallback(optimizer, reason)
@@ -679,6 +682,12 @@ def _swap_out(
 
 def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     return list({model.group: model for model in models}.values())
+
+
+def _has_passed_peers(model: ShardedGrads) -> bool:
+    """Return whether peers step another optimizer, and a barrier makes them raise an error."""
+    votes, barrier = model.votes, model.step_barrier
+    return votes is not None and votes.has_passed_peers and barrier is not None
 
 
 def _evaluate_closure(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ovpatch.overlap.comm import host_barrier
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
 from tests.plugins.ddp.arms import Record, data, device, named, seeded
 from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import net
@@ -38,8 +39,8 @@ class Script:
 
     def __init__(self) -> None:
         # Ranks of a group that have voted on different subjects do not vote again, so each case has its own group.
-        group = dist.new_group(timeout=timedelta(seconds=60))
-        self.models = [ddp(net(), process_group=group) for _ in range(2)]
+        self.group = dist.new_group(timeout=timedelta(seconds=60))
+        self.models = [ddp(net(), process_group=self.group) for _ in range(2)]
         with torch.no_grad():
             for param in self.models[1].parameters():
                 param.mul_(0.5)
@@ -387,8 +388,31 @@ class LastUnscales(Unscales):
                 param.grad.mul_(float("inf"))
 
 
+class EarlyFallback(OneNewOptimizer):
+    """The rank that steps a new optimizer has fallen back before its peer's step changes anything."""
+
+    def step(self, step: int) -> None:
+        store, key = dist.distributed_c10d._get_default_store(), self.group.group_name
+        if step != self.begin:
+            super().step(step)
+        elif dist.get_rank() == 0:
+            try:
+                super().step(step)
+            finally:
+                store.set(key, "")
+        else:
+            prepare = ShardedOptimizer._prepare_update
+
+            def wait(sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+                store.wait([key])
+                prepare(sharded, optimizer)
+
+            with mock.patch.object(ShardedOptimizer, "_prepare_update", wait):
+                super().step(step)
+
+
 AHEAD = CASES | {cls.__name__: cls for cls in (
-    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales,
+    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales, EarlyFallback,
 )}  # fmt: skip
 
 # These hosts find the difference in a first vote, or it makes none.
@@ -442,7 +466,7 @@ def any_close(value: torch.Tensor, moments: list[torch.Tensor]) -> bool:
     return bool((close[0] | close[1]).all())
 
 
-ON_THREE = ["LaterSteps", "LastSteps", "LastStepsOfOne", "LastUnscales"]
+ON_THREE = ["LaterSteps", "LastSteps", "LastStepsOfOne", "LastUnscales", "EarlyFallback"]
 KNOWN_ERRORS = (
     "in orders that differ",
     "does not join this collective",
