@@ -29,6 +29,7 @@ from ovpatch.session.worker_reports import merge_reports
 from tests.support import fake_plugins, patience
 from tests.support.environment import clean, forget
 from tests.support.golden import check_golden
+from tests.support.rarely import ALL_CASES
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "plugin_template"
 
@@ -668,6 +669,8 @@ def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
     assert rows["clip_watch"]["state"] == "applied"
     assert rows["clip_watch"]["distribution"] == "ovpatch-clip-watch 0.1.0"
     assert rows["clip_watch"]["options"] == {}
+    if ALL_CASES:
+        assert "2 passed" in run("-m", "pytest", str(source / "test_clip_watch.py"))
 
 
 def test_the_template_stays_small():

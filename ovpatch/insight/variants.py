@@ -84,7 +84,7 @@ class Outcome:
     log: Path
     # Exit code of the command, as in a shell.
     code: int
-    # Duration of the run.
+    # The wall time of the run.
     seconds: float
     # Whether the variant was ended because no process took a step in time.
     timed_out: bool = False

@@ -33,14 +33,16 @@ class RecordedEvent:
     label: str
     # The number of the step, from 1.
     step: int
-    # The recorded values by name.
+    # The recorded values by name. A name begins with the role of its value: loss, gradient, norm of
+    # gradients, loss scale, parameter, buffer, frozen (a parameter), state, option (of an optimizer),
+    # saved (in a checkpoint), random (the states of generators). `probes.py` makes the names.
     values: Mapping[str, KeptValue]
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RecordedEvent:
         """Return an event from its stored form."""
         values = {name: KeptValue(*value) for name, value in data["values"].items()}
-        return cls(data["kind"], data["index"], data["label"], data["step"], values)
+        return cls(data["event_type"], data["index"], data["label"], data["step"], values)
 
     @property
     def signature(self) -> tuple[str, int]:
@@ -128,7 +130,13 @@ class EventRecorder:
         """Add an event; see :class:`RecordedEvent` for its parts."""
         kept = {name: tuple(value) for name, value in values.items()}
         self._events.append(
-            {"kind": event_type, "index": index, "label": label, "step": step, "values": kept}
+            {
+                "event_type": event_type,
+                "index": index,
+                "label": label,
+                "step": step,
+                "values": kept,
+            }
         )
 
     def flush_events(self) -> None:
