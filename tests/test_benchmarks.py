@@ -18,6 +18,7 @@ from benchmarks import moe_layer, suite, tables
 from benchmarks.message_clock import replay
 from benchmarks.suite import SHORT, SUITE, Row, run
 from tests.support import patience
+from tests.support.rarely import RARELY
 
 
 def test_operators_of_torch_are_there_in_a_fresh_process():
@@ -112,6 +113,7 @@ def test_what_is_missing_is_counted(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("no time left") == 2
 
 
+@RARELY
 def test_one_rank_of_eight_is_measured_alone(tmp_path):
     result = tmp_path / "result.jsonl"
     arms = ["ovpatch, NCCL", "ovpatch, gradients kept"]

@@ -15,7 +15,7 @@ from tests.support.rarely import ALL_CASES
 BOTH = ("ddp", "dist_optimizer")
 
 #: The rows, and of how many cells a row runs one unless ALL_CASES is set.
-ROWS = {(BOTH, 2): 1, (BOTH, 3): 3, (("ddp",), 2): 3} | ({(("ddp",), 3): 1} if ALL_CASES else {})
+ROWS = {(BOTH, 2): 1, (BOTH, 3): 6, (("ddp",), 2): 3} | ({(("ddp",), 3): 1} if ALL_CASES else {})
 
 #: The families whose rows on two ranks have run, and the declarations that any cell needed.
 _finished = set[str]()

@@ -18,6 +18,7 @@ from tests.support import patience
 from tests.support.environment import clean, cleaned, free_port
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
+from tests.support.rarely import RARELY
 
 LOOP = """
 import os, sys, time
@@ -216,7 +217,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
+@RARELY
 def test_the_first_line_has_the_exit_code_of_a_rank_of_torchrun(site, monkeypatch, capfd):
     cleaned(monkeypatch, PYTHONPATH=f"{site.folder}{os.pathsep}{ROOT}")
     monkeypatch.syspath_prepend(str(site.folder))

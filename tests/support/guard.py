@@ -49,9 +49,14 @@ _HOOKS: Final = (
     ("torch.nn.modules.module", "_global_parameter_registration_hooks"),
 )
 
-# Written by torch or Python themselves while code runs.
+# Written by torch, Python or transformers (`smart_apply`) themselves while code runs.
 _VOLATILE: Final = frozenset(
-    {"_active_ddp_module", "___needs_generation_tag_patch", "___has_generation_tag_patch"}
+    {
+        "_active_ddp_module",
+        "smart_apply",
+        "___needs_generation_tag_patch",
+        "___has_generation_tag_patch",
+    }
     | {"__annotations__", "__annotations_cache__", "__annotate_cache__", "__slotnames__"}
 )
 

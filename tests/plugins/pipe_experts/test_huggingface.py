@@ -82,8 +82,6 @@ def loaded(
         "experts_implementation": experts,
     }
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
-    # Transformers leaves the attribute on the class.
-    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
     return model
 
 
@@ -325,7 +323,6 @@ def mixed(path: str, experts: str, dtype: torch.dtype, autocast: bool) -> Record
     config = DistributedConfig(**OVER["data"])
     arguments = {"distributed_config": config, "dtype": dtype, "experts_implementation": experts}
     model = AutoModelForCausalLM.from_pretrained(path, **arguments)
-    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
     tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -370,7 +367,6 @@ def experts_once(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
         "experts_implementation": "eager",
     }
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **arguments)
-    vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
     experts = model.model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(512, 16, generator=generator).bfloat16().to(dtype) for _ in range(2))

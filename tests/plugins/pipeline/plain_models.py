@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -374,8 +373,6 @@ def make_hf(kind: str, dropout: float = 0.0, tied: bool = False, layers: int = 4
         config = getattr(transformers, f"{kind}Config")(**sizes)
         cls = getattr(transformers, f"{kind}ForCausalLM")
     made: nn.Module = cls(config)
-    with contextlib.suppress(AttributeError):
-        del nn.Module.smart_apply  # type: ignore[attr-defined]  # transformers leaves it there
     return made
 
 

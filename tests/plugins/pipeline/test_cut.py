@@ -45,6 +45,7 @@ from tests.plugins.pipeline.plain_models import (
     language_loss,
     make_hf,
 )
+from tests.support.rarely import RARELY
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
@@ -281,7 +282,7 @@ def _compare_all(names: list[str]) -> dict[str, list[str]]:
     return {name: _compare(cases[name]) for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_plain_models_train_as_the_full_model(ranks: Any, world: int) -> None:
     for rank, found in enumerate(
         ranks(world)(_compare_all, [name for name in PLAIN if world == 2 or "," in name])
@@ -290,7 +291,7 @@ def test_plain_models_train_as_the_full_model(ranks: Any, world: int) -> None:
 
 
 @needs_transformers
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_models_of_transformers_train_as_the_full_model(ranks: Any, world: int) -> None:
     names = [name for index, name in enumerate(HF) if world == 2 or index % 2]
     for rank, found in enumerate(ranks(world)(_compare_all, names, timeout=120)):

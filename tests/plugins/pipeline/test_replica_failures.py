@@ -19,6 +19,7 @@ from tests.plugins.pipeline.cases import Case, differences
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import Armed, Bomb
 from tests.support import signs
+from tests.support.rarely import RARELY
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -79,7 +80,9 @@ def _fail(kind: str) -> list[tuple[list[str], str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=RARELY) if kind == "ddp" else kind for kind in KINDS]
+)
 def test_replicas_raise_the_error_of_a_rank_that_fails_alone(ranks: Any, kind: str) -> None:
     by_rank = ranks(4)(_fail, kind)
     for number, case in enumerate(_list_cases(kind)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -449,11 +448,7 @@ def make_model(family: str, task: str, without: str = "") -> nn.Module:
             elif name == "layer_types":
                 sizes["vision_config"][name] = value[: LAYERS // 2]
     torch.manual_seed(0)
-    try:
-        made: nn.Module = cls(config_cls(**sizes))
-    finally:
-        with contextlib.suppress(AttributeError):
-            del nn.Module.smart_apply  # type: ignore[attr-defined]  # transformers leaves it there
+    made: nn.Module = cls(config_cls(**sizes))
     # Gates and projections that start at zero would hide what goes through them.
     draw = torch.Generator().manual_seed(0)
     for param in made.parameters():

@@ -27,6 +27,7 @@ from tests.plugins.recompute import models
 from tests.plugins.recompute.models import Decoder, count_differences, data
 from tests.plugins.tp_linear import models as tp_models
 from tests.plugins.tp_linear import test_llama
+from tests.support.rarely import RARELY
 
 SHARDED: dict[str, Any] = {"dist_optimizer": {"min_param_numel": 1}}
 
@@ -158,7 +159,7 @@ LLAMAS = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_tensor_parallelism(ranks: Any, world: int) -> None:
     for found in ranks(world)(_compare_llamas, LLAMAS if world == 2 else LLAMAS[:1]):
         for case, (changed, counts, linears) in found.items():

@@ -316,8 +316,6 @@ def _train_layers(
     options = {"recompute": {"blocks": "model.layers.[01]"}}
     with ovpatch.applied("recompute", options=options) if patched else contextlib.nullcontext():
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.1, **sizes)).train()
-        # Transformers leaves the attribute on the class.
-        vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")
         if kwargs is not None:
             model.gradient_checkpointing_enable(kwargs)
         optimizer = _sgd(model)

@@ -19,6 +19,7 @@ from tests.plugins.tp_linear import test_drifted_copies, test_llama, test_operat
 from tests.plugins.tp_linear.arms import both, draw, mesh, seen
 from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.support.interpreter import allocate, interpreted
+from tests.support.rarely import ALL_CASES
 
 FUSED = {"schedule": "fused"}
 
@@ -121,7 +122,8 @@ def on_two_ranks() -> Any:
 
 def test_operators_alone(on_two_ranks):
     assert on_two_ranks[0] == ([], [])
-    assert interpreted(operators, 3, world=3) == [[]] * 3
+    if ALL_CASES:
+        assert interpreted(operators, 3, world=3) == [[]] * 3
 
 
 def test_ranks_that_come_late(on_two_ranks):

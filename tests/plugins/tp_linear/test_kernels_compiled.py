@@ -64,7 +64,7 @@ RUNS = [
         count,
         tiles,
         id=f"{count}-{name}",
-        marks=[RARELY] if count == 1 and name != "as chosen" else [],
+        marks=[RARELY] if name != "as chosen" else [],
     )
     for name, tiles in CUTS.items()
     for count in (1, 3)
