@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 import time
 import webbrowser
@@ -229,7 +230,8 @@ def _are_traces(rest: Sequence[str]) -> bool:
     """Return whether the arguments are traces or their folders.
 
     Raises:
-        SettingsError: The first argument is a trace, and another argument is none.
+        SettingsError: The first argument is a trace, and another argument is none; or there is
+            nothing of the name of the first one.
     """
     are_traces = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if are_traces[:1] == [True] and not all(are_traces):
@@ -237,6 +239,12 @@ def _are_traces(rest: Sequence[str]) -> bool:
         raise SettingsError(
             f"{rest[0]} is a trace and {word} is none. Put options before traces, and -- before a "
             "command."
+        )
+    # A folder that is missing looks like a command.
+    if len(rest) == 2 and not any(are_traces) and shutil.which(rest[0]) is None:
+        raise SettingsError(
+            f"{rest[0]}: there is neither such a folder nor such a command. Check the names: ovpatch "
+            "timeline --compare stock/ patched/"
         )
     return bool(are_traces) and all(are_traces)
 
