@@ -36,7 +36,7 @@ from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.dist_optimizer_options import OPTIONS
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, read_versions
+from ovpatch_plugins.dist_optimizer.sharded_param import VERSION, ShardedParam
 
 MIB: Final = 1024 * 1024
 
@@ -387,7 +387,7 @@ class AllGatherBucket:
         if self._buffer is not None and self._works:
             torch._foreach_copy_(self._buffer.pieces, self._buffer.columns)
             # The optimizer has already counted the writes of this step.
-            versions = tuple(read_versions(self._coalesced))
+            versions = tuple(map(VERSION, self._coalesced))
             torch._foreach_copy_(self._buffer.in_order(self._coalesced), self._buffer.full)
             torch._C._autograd._unsafe_set_version_counter(self._coalesced, versions)
         if self._copies:

@@ -16,7 +16,9 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 _CONTIGUOUS: Final = (1,)
-_VERSION: Final = operator.attrgetter("_version")
+#: Returns the number of writes that autograd has counted for a parameter. Call it outside of modes, as
+#: :func:`read_versions` does.
+VERSION: Final = operator.attrgetter("_version")
 
 
 class ShardedParam:
@@ -102,8 +104,8 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
             wrapped.
     """
     shared_memory_params = tuple([sharded.param for sharded in params if sharded.memory is None])
-    versions = tuple(read_versions(shared_memory_params)) if shared_memory_params else ()
     with outside_modes():
+        versions = tuple(map(VERSION, shared_memory_params))
         try:
             for sharded in params:
                 param = sharded.param
@@ -193,7 +195,7 @@ def call_with_params(
 def read_versions(params: Iterable[Parameter]) -> list[int]:
     """Return the number of writes that autograd has counted for each parameter."""
     with outside_modes():
-        return list(map(_VERSION, params))
+        return list(map(VERSION, params))
 
 
 def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
