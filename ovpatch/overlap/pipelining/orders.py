@@ -16,7 +16,6 @@ from ovpatch.overlap.pipelining.ir import (
 )
 from ovpatch.overlap.pipelining.order_table import ORDERS
 
-
 PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 """The placements of :func:`build_placement`."""
 
