@@ -12,9 +12,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from ovpatch.overlap.pipelining.ir import Action, Kind, ScheduleError, list_messages
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
-from ovpatch.overlap.pipelining.order_table import ORDERS
+from ovpatch.overlap.pipelining.order_table import ORDERS, FixedOrder
 from ovpatch.overlap.pipelining.orders import (
-    _interleave,
     build_order,
     build_placement,
     build_vee_blocks,
@@ -326,7 +325,7 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize("backwards", ["full", "split"])
-def test_a_row_of_the_table_is_an_order_of_the_option_and_of_the_planner(backwards):
+def test_a_row_of_the_table_is_an_order_of_the_option_and_of_the_planner(backwards, monkeypatch):
     done = subprocess.run(
         [sys.executable, "-c", NEW_ROW, backwards],
         env=clean(os.environ),
@@ -343,10 +342,10 @@ def test_a_row_of_the_table_is_an_order_of_the_option_and_of_the_planner(backwar
     assert experimental[-1] == "new"
     assert "new takes much memory." in text
 
-    schedule = [
-        _interleave(stage, 6, warmup=4 - stage, lag=stage if backwards == "split" else None)
-        for stage in range(3)
-    ]
+    lag = (lambda stage: stage) if backwards == "split" else None
+    new = FixedOrder(lambda stage, ranks, microbatches: ranks - stage + 1, count_lag=lag)
+    monkeypatch.setitem(ORDERS, "new", new)
+    schedule = build_order("new", ranks=3, microbatches=6)
     costs = Costs.uniform(3, forward=1, backward=1.22, weight=1.04, send=0.02)
     row = next(row for row in rows if row["order"] == "new")
     variables = {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": "new"}
