@@ -147,7 +147,10 @@ SPEAK_TO_THE_MANAGER = (
 )
 
 # The parts of pipelining that import no torch, from the lowest.
-TERMS = tuple(f"ovpatch.overlap.pipelining{part}" for part in (".ir", ".orders", ".order_rules"))
+TERMS = tuple(
+    f"ovpatch.overlap.pipelining{part}"
+    for part in (".ir", ".order_table", ".orders", ".order_rules")
+)
 
 PIPELINE = "ovpatch_plugins.pipeline"
 # Counters, and what all rooms read of the graph of autograd.

@@ -12,6 +12,7 @@ import pytest
 from ovpatch.cli import main, pipeline_command
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
+from ovpatch.overlap.pipelining.order_table import ORDERS
 from ovpatch.planner import solver, what_if
 from ovpatch.settings.settings import SettingsError
 from ovpatch_plugins.pipeline.auto.order_race import CLEAR
@@ -71,8 +72,14 @@ def test_where_no_order_is_faster_the_feature_stays_off(command):
 def test_each_order_tells_how_to_run_it(command):
     _, out, _ = command("--what-if", "p=2,m=4,placement=straight/loop/vee/bidirectional", "--json")
     rows = json.loads(out)["rows"]
-    torch_runs = {row["order"] for row in rows if not row["setting"]}
-    assert torch_runs == {"gpipe", "1f1b"}
+    settings = {row["order"]: row["setting"] for row in rows}
+    torchs = {name for name, order in ORDERS.items() if order.is_torchs}
+    assert {name for name, setting in settings.items() if not setting} == torchs
+    # Each order that torch has is listed twice, because the engine runs it with early sends.
+    engines = {name: f"{name}, early sends" if name in torchs else name for name in ORDERS}
+    for name, row_name in engines.items():
+        variables = {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
+        assert settings[row_name] == variables
     for row in rows:
         assert (
             row["limit"] is None
@@ -228,10 +235,7 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     names = " = ".join(row["order"] for row in plan["rows"]).split(" = ")
     assert set(names) >= {
         "as given",
-        "gpipe",
-        "1f1b",
-        "zb-h1",
-        "zb-h2",
+        *ORDERS,
         "solved for 1x",
         "solved for 1.5x",
     }

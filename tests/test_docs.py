@@ -757,4 +757,5 @@ def test_settings_name_the_kind_of_value_of_every_option():
     options = [option for feature in features for option in feature.options]
     named = {o.name for o in options if o.choices or isinstance(o.default, bool) or o.values}
     unnamed = [option.name for option in options if option.name not in named]
-    assert (len(options) > 40, unnamed) == (True, [])
+    assert len(options) > 40
+    assert not unnamed, f"give values= to the Option of {', '.join(unnamed)}"

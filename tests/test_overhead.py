@@ -119,7 +119,7 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     )
     # Where a feature registers that it shards the gradients of models that are wrapped later.
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
-    # Where an option finds the schedules that it may name, and operators the counters of the report.
+    # Where options find the schedules and orders that they may name, and operators the counters of the report.
     names = ("", ".schedule_table", ".operator_counts")
     table = {f"ovpatch.overlap.tensor_parallel{name}" for name in names}
     for loaded, interface in zip(applied, (table, table | registry), strict=True):
@@ -129,6 +129,7 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
             *interface,
             "ovpatch.overlap.pipelining",
             "ovpatch.overlap.pipelining.group_end",
+            "ovpatch.overlap.pipelining.order_table",
         }
         work = [
             name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch.overlap.pipelining.orders import ORDERS
+from ovpatch.overlap.pipelining.order_table import ORDERS
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ovpatch.overlap.pipelining.ir import Action, Kind, Placement, Schedule, ScheduleError
+from ovpatch.overlap.pipelining.order_table import ORDERS
 from ovpatch.overlap.pipelining.orders import (
-    ORDERS,
     build_order,
     build_vee_blocks,
     build_vee_order,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ovpatch.overlap.pipelining.ir import Kind, Schedule, ScheduleError, count_stages
+from ovpatch.overlap.pipelining.order_table import ORDERS
 from ovpatch.overlap.pipelining.orders import (
-    ORDERS,
     build_bidirectional_order,
     build_order,
     build_placement,
@@ -28,17 +28,18 @@ from ovpatch.planner.solver import (
 )
 
 _SOLVED: Final = "solved"
-_EARLY: Final = "1f1b, early sends"
 _ONE_BY_ONE: Final = "bidirectional"
 _DOUBLED: Final = "bidirectional, forwards doubled"
+# The names of the fixed orders as the engine runs them.
+_ENGINE_NAMES: Final = {
+    name: f"{name}, early sends" if order.is_torchs else name for name, order in ORDERS.items()
+}
 _SETTINGS: Final = {
+    **{name: {} for name, order in ORDERS.items() if order.is_torchs},
     **{
-        name: {}
-        if order.is_torchs
-        else {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
-        for name, order in ORDERS.items()
+        row_name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
+        for name, row_name in _ENGINE_NAMES.items()
     },
-    _EARLY: {"OVPATCH_PIPELINE": "1"},
     "zb-v": {"OVPATCH_PIPELINE": "1"},
     _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
     _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
@@ -149,12 +150,12 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
     if placement != "straight":
         return []
     known = []
-    for name in ORDERS:
-        order = build_order(name, ranks=ranks, microbatches=microbatches)
-        known.append((name, order))
-        if name == "1f1b":
-            # The engine splits each full backward of 1F1B, so that input gradients are sent early.
-            known.append((_EARLY, split_backwards(order)))
+    for name, order in ORDERS.items():
+        schedule = build_order(name, ranks=ranks, microbatches=microbatches)
+        if order.is_torchs:
+            known.append((name, schedule))
+        # The engine splits each full backward, so that input gradients are sent early.
+        known.append((_ENGINE_NAMES[name], split_backwards(schedule)))
     return known
 
 

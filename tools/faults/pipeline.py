@@ -139,4 +139,11 @@ FAULTS: Final = (
         "                raise\n",
         (_CUTTING_TESTS,),
     ),
+    Fault(
+        "a stage with Ws computes its weight gradients in B",
+        _PIPELINE + "runtime/stage.py",
+        "not (self._options.sends or splits)",
+        "not self._options.sends",
+        (_PIPELINE_TESTS + "test_exact.py::test_each_class_and_each_order",),
+    ),
 )

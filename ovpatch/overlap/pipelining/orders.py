@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ovpatch.overlap.pipelining.ir import (
@@ -15,37 +14,7 @@ from ovpatch.overlap.pipelining.ir import (
     ScheduleError,
     find_source,
 )
-
-
-@dataclass(frozen=True)
-class FixedOrder:
-    """An order for one stage per rank: forwards, then backwards and forwards in turns, then backwards.
-
-    Attributes:
-        count_warmup: Returns the number of forwards before the first backward, from the number of the stage, of
-            stages, and of microbatches. More than there are microbatches means all of them.
-        count_lag: Returns the number of microbatches by which W follows B on a stage. None: backwards are full.
-        is_torchs: Whether a class of torch has the order, so that it needs no option.
-    """
-
-    count_warmup: Callable[[int, int, int], int]
-    count_lag: Callable[[int], int] | None = None
-    is_torchs: bool = False
-
-
-# The planner, the solver, the races and the fuzzer read new orders here. The option repeats the names.
-ORDERS: Final[Mapping[str, FixedOrder]] = {
-    "gpipe": FixedOrder(lambda stage, ranks, microbatches: microbatches, is_torchs=True),
-    "1f1b": FixedOrder(lambda stage, ranks, microbatches: ranks - stage, is_torchs=True),
-    "zb-h1": FixedOrder(
-        lambda stage, ranks, microbatches: ranks - stage, count_lag=lambda stage: stage
-    ),
-    "zb-h2": FixedOrder(
-        lambda stage, ranks, microbatches: 2 * (ranks - stage) - 1,
-        count_lag=lambda stage: 2 * stage,
-    ),
-}
-"""The fixed orders of :func:`build_order`, by name."""
+from ovpatch.overlap.pipelining.order_table import ORDERS
 
 PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 """The placements of :func:`build_placement`."""
@@ -97,9 +66,7 @@ def build_placement(name: str, *, ranks: int, chunks: int = 1) -> tuple[int, ...
 def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
     """Return a fixed order for one stage per rank, stage ``r`` on rank ``r``.
 
-    ``gpipe`` and ``1f1b`` have full backwards, in the order of torch's classes. ``zb-h1`` and ``zb-h2`` are the
-    handcrafted orders of Zero Bubble Pipeline Parallelism (arXiv 2401.10241). With them at most ``ranks`` and
-    ``2 * ranks - 1`` microbatches wait for their ``W`` on any rank. Fewer microbatches than ranks are allowed.
+    Fewer microbatches than ranks are allowed.
 
     Args:
         name: One of :data:`ORDERS`.

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from ovpatch.hookspecs import Option
+from ovpatch.overlap.pipelining.order_table import ORDERS, describe_orders
 from ovpatch.planner.memory_limit import parse_memory_limit
 
 AS_GIVEN: Final = "as-given"
 AUTO: Final = "auto"
 COPIES: Final = "copies"
-
-# The names of `ORDERS`, which a test compares: apply() does not import the orders for its options.
-SCHEDULES: Final = (AS_GIVEN, AUTO, "gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Orders: the order of the script's class, a solved one, or, with one stage per rank, a fixed one."""
 
 
 OPTIONS: Final = (
@@ -22,10 +19,10 @@ OPTIONS: Final = (
         AS_GIVEN,
         "Order of the computations. as-given: that of the script's class. auto: solved from costs "
         "that are measured in the first steps, and used if it is faster in a race. All other orders "
-        "need one stage on each rank; zb-h1 takes the memory of 1F1B, zb-h2 up to twice that. CSV "
-        "files, and other classes with several stages per rank, keep their order.",
-        choices=SCHEDULES,
-        experimental=("auto",),
+        f"need one stage on each rank. {describe_orders()} CSV files, and other classes with several "
+        "stages per rank, keep their order.",
+        choices=(AS_GIVEN, AUTO, *ORDERS),
+        experimental=(AUTO, *(name for name, order in ORDERS.items() if order.is_experimental)),
     ),
     Option(
         "memory_limit",

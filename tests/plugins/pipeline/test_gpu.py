@@ -25,7 +25,7 @@ from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.copy_messages import PointToPoint
 from ovpatch.overlap.pipelining import copied_messages
 from ovpatch.overlap.pipelining.edges import Slots
-from ovpatch.overlap.pipelining.orders import ORDERS
+from ovpatch.overlap.pipelining.order_table import ORDERS
 from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from tests.plugins.pipeline.cases import (
     Case,

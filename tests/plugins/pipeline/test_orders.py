@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -8,8 +12,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from ovpatch.overlap.pipelining.ir import Action, Kind, ScheduleError, list_messages
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
+from ovpatch.overlap.pipelining.order_table import ORDERS, FixedOrder
 from ovpatch.overlap.pipelining.orders import (
-    ORDERS,
     build_order,
     build_placement,
     build_vee_blocks,
@@ -17,9 +21,14 @@ from ovpatch.overlap.pipelining.orders import (
     convert_torch_order,
     split_backwards,
 )
+from ovpatch.planner.simulator import Costs, simulate
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, BareStage, torch_object, torch_order
+from tests.support import patience
+from tests.support.environment import clean
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 3), (4, 4), (4, 12), (8, 5), (8, 32)]
+# The classes of torch with one stage per rank, by the order that they have.
+CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
 
@@ -45,10 +54,10 @@ def test_fixed_orders_keep_the_rules_also_with_few_microbatches(name, ranks, mic
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 12), (8, 32)])
-@pytest.mark.parametrize(("name", "stock"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
-def test_gpipe_and_1f1b_are_the_orders_of_torch(name, stock, ranks, microbatches):
+@pytest.mark.parametrize("name", [name for name, order in ORDERS.items() if order.is_torchs])
+def test_orders_that_the_table_calls_torchs_are_those_of_its_classes(name, ranks, microbatches):
     made = [
-        getattr(torch_schedules, stock)(
+        getattr(torch_schedules, CLASSES[name])(
             BareStage(rank, stages=ranks, ranks=ranks, rank=rank),
             microbatches,
             loss_fn=lambda output, target: output,
@@ -83,7 +92,7 @@ def test_zero_bubble_orders_hold_as_many_activations_as_the_paper_says(ranks):
     [
         (
             lambda: build_order("zb-h3", ranks=2, microbatches=2),
-            "Choose one of gpipe, 1f1b, zb-h1, zb-h2",
+            f"Choose one of {', '.join(ORDERS)}",
         ),
         (lambda: build_order("1f1b", ranks=2, microbatches=0), "1 or more"),
         (lambda: build_placement("ring", ranks=2), "straight, loop, vee"),
@@ -294,7 +303,55 @@ def test_slots_that_suffice_for_ranks_that_stop_at_each_message():
     )
 
 
-def test_the_option_has_the_names_of_all_orders():
-    from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, SCHEDULES
+# --- a new order ---
 
-    assert (AS_GIVEN, AUTO, *ORDERS) == SCHEDULES
+NEW_ROW = """
+import json, sys
+from ovpatch.overlap.pipelining import order_table
+
+lag = (lambda stage: stage) if sys.argv[1] == "split" else None
+order_table.ORDERS["new"] = order_table.FixedOrder(
+    lambda stage, ranks, microbatches: ranks - stage + 1, count_lag=lag, is_experimental=True, help="takes much memory."
+)
+from ovpatch.cli.pipeline_command import parse_question
+from ovpatch.planner import solver, what_if
+from ovpatch_plugins.pipeline.options import OPTIONS
+
+solver.solve.__kwdefaults__["effort"] = 1000
+question = parse_question("p=3,m=6,memory=2x,placement=straight")
+print(json.dumps([what_if.plan(question, lambda done: None)["rows"], *vars(OPTIONS[0]).values()], default=str))
+print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("backwards", ["full", "split"])
+def test_a_row_of_the_table_is_an_order_of_the_option_and_of_the_planner(backwards, monkeypatch):
+    done = subprocess.run(
+        [sys.executable, "-c", NEW_ROW, backwards],
+        env=clean(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=patience.scale(120),
+    )
+    assert done.returncode == 0, done.stderr
+    result, imports_torch = done.stdout.splitlines()
+    assert imports_torch == "False"
+    rows, name, _, text, choices, *_, experimental = json.loads(result)
+    assert name == "schedule"
+    assert choices[-1] == "new"
+    assert experimental[-1] == "new"
+    assert "new takes much memory." in text
+
+    lag = (lambda stage: stage) if backwards == "split" else None
+    new = FixedOrder(lambda stage, ranks, microbatches: ranks - stage + 1, count_lag=lag)
+    monkeypatch.setitem(ORDERS, "new", new)
+    schedule = build_order("new", ranks=3, microbatches=6)
+    costs = Costs.uniform(3, forward=1, backward=1.22, weight=1.04, send=0.02)
+    row = next(row for row in rows if row["order"] == "new")
+    variables = {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": "new"}
+    assert row["setting"] == variables
+    # Torch lacks the order, so the engine runs it and sends input gradients early.
+    own = simulate(split_backwards(schedule), range(3), costs)
+    assert row["step"] * 6 * (1 + 1.22 + 1.04) == pytest.approx(own.step)
+    if backwards == "full":
+        assert own.step < simulate(schedule, range(3), costs).step

@@ -21,6 +21,7 @@ from ovpatch.overlap.pipelining.ir import (
     list_messages,
     make_program,
 )
+from ovpatch.overlap.pipelining.order_table import ORDERS
 from ovpatch.overlap.pipelining.orders import (
     build_bidirectional_order,
     build_order,
@@ -45,7 +46,7 @@ def _list_schedules() -> list[tuple[Schedule, Placement]]:
     straight, vee = build_placement("straight", ranks=3), build_placement("vee", ranks=3, chunks=2)
     found: list[tuple[Schedule, Placement]] = [
         (build_order(name, ranks=3, microbatches=count), straight)
-        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+        for name in ORDERS
         for count in (1, 2, 7)
     ]
     found.append((build_vee_order(ranks=3, microbatches=7), vee))

@@ -22,7 +22,8 @@ from ovpatch.overlap.pipelining.ir import (
     read_orders,
     write_orders,
 )
-from ovpatch.overlap.pipelining.orders import ORDERS, build_order, split_backwards
+from ovpatch.overlap.pipelining.order_table import ORDERS
+from ovpatch.overlap.pipelining.orders import build_order, split_backwards
 from ovpatch.planner.memory_limit import MemoryLimit, read_memory_limit
 from ovpatch.planner.simulator import Simulation, simulate
 from ovpatch.planner.solver import Problem, Solution, find_lower_bound, share_solutions, solve
