@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import ablation, tables
 from benchmarks.decoders import SIZES, Decoder, alone, flops_per_step, parameters
+from tests.support.rarely import RARELY
 
 SHORT = ["--size=tiny", "--tp=2", "--dtype=fp32", "--rounds=1", "--warmup=3", "--steps=1"]
 ARMS = ["limit", "stock", "ovpatch, no overlap", "ovpatch, grad reduce", "ovpatch, all"]
@@ -90,6 +91,7 @@ def run(file: str) -> list[dict[str, Any]]:
     return [*rows, {"shown": ablation.compared(rows, args), "alive": alive}]
 
 
+@RARELY
 def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, monkeypatch):
     small = {"OVPATCH_DIST_OPTIMIZER_MIN_PARAM_NUMEL": "64"}
     file: Path = tmp_path / "ablation.jsonl"

@@ -27,7 +27,6 @@ SMALL = [
 pytestmark = pytest.mark.slow
 
 
-@RARELY
 def test_three_dimensions_train_to_stocks_bits(tmp_path, forks):
     env = {"OVPATCH": "pipeline", "OVPATCH_PIPELINE_SCHEDULE": "zb-h1"}
     stock, patched, counters = train_both(forks, tmp_path, 8, [str(SCRIPT), *SMALL], env)

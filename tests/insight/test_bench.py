@@ -11,6 +11,7 @@ import pytest
 from ovpatch.cli import main
 from tests.insight import programs
 from tests.support.preloaded import preloaded
+from tests.support.rarely import RARELY
 
 environment = programs.environment
 
@@ -111,6 +112,7 @@ def test_a_script_on_two_ranks_is_measured(bench, tmp_path):
     assert {"tokens/s", "TFLOP/s"} <= set(texts.out.replace("|", " ").split())
 
 
+@RARELY
 @pytest.mark.slow
 def test_children_of_multiprocessing_are_measured_though_they_end_by_themselves(bench):
     script = textwrap.dedent("""

@@ -23,6 +23,7 @@ from tests.plugins.dist_optimizer.checks import (
 )
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_same_work import Zero
+from tests.support.rarely import RARELY
 
 
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
@@ -97,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_join(ranks, world):
     cases = CASES if world == 2 else some(CASES)
     results = ranks(world)(all_cases, joined, cases, timeout=120)

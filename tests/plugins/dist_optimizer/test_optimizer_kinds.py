@@ -22,6 +22,7 @@ from tests.plugins.dist_optimizer.checks import (
     versions,
 )
 from tests.plugins.dist_optimizer.test_loops import net
+from tests.support.rarely import RARELY
 
 # --- optimizers of scripts ---
 
@@ -182,7 +183,7 @@ def train(kind: str, low_precision: bool = False) -> list[Record]:
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_element_wise_optimizers_are_sharded(ranks, world):
     kinds = {kind: {"kind": kind} for kind in [*KINDS, *SUBCLASSES] if "fused" not in kind}
     check_all(ranks(world)(all_cases, train, on(world, kinds)), steps=STEPS)

@@ -21,6 +21,7 @@ from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support.equality import compare
 from tests.support.errors import error_of
+from tests.support.rarely import RARELY
 
 STEPS = 6
 
@@ -343,7 +344,7 @@ def checked(results: list[dict[str, Any]]) -> None:
         assert result["counters"]["optimizers"] + result["counters"]["stock_optimizers"] > 0
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_ranks_that_differ_in_the_order_of_operations_that_torch_does_not_pair(ranks, world):
     cases = {name: {"name": name} for name in CASES}
     results = ranks(world)(all_cases, trained, on(world, cases), timeout=120)

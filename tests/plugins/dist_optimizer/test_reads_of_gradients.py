@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.rarely import RARELY
 
 
 def first(model: nn.Module) -> nn.Parameter:
@@ -148,7 +149,7 @@ def cases(uses: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {use: {"use": use} for use in uses}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_every_reader_sees_the_full_reduced_gradient(ranks, world):
     check_all(ranks(world)(all_cases, train, on(world, cases(READS))))
 

@@ -15,6 +15,7 @@ from torch import nn
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.rarely import RARELY
 
 
 class Follower:
@@ -185,7 +186,7 @@ def train(how: str, optimizer: str = "adamw") -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])
 def test_parameters_are_new_after_step_for_every_reader(ranks, world):
     check_all(ranks(world)(all_cases, train, on(world, {how: {"how": how} for how in HOWS})))
 

@@ -21,7 +21,7 @@ from ovpatch_plugins.recompute import recompute
 from ovpatch_plugins.recompute.recompute_options import OPTIONS
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.recompute.models import Block, Decoder, Derived, count_differences, data, record
-from tests.support.rarely import ALL_CASES
+from tests.support.rarely import ALL_CASES, RARELY
 
 
 class Two(nn.Module):
@@ -228,7 +228,7 @@ def _compile(granularity: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize("granularity", [pytest.param("full", marks=RARELY), "selective"])
 def test_compiled_blocks(ranks: Any, granularity: str) -> None:
     (found,) = ranks(1)(_compile, granularity, timeout=120)
     for name, (changed, compiled) in found.items():

@@ -124,6 +124,7 @@ def compiled_blocks() -> list[Record]:
     return trained(model, run, 2)
 
 
+@RARELY
 def test_shared_gathers_in_a_model_and_in_blocks_compiled_one_by_one(ranks):
     cases = {
         # The head returns a DTensor, so torch runs it.
