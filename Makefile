@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # How many processes share the tests, file by file; 0: one after the other in this one. Three keep two cores busy, as
 # tests wait for half of the time. GPUs are for one test at a time.
-WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 3)
+WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 4)
 VERSIONS_ARGS ?=
 FUZZ_SECONDS ?= 300
 

@@ -240,8 +240,9 @@ def _are_traces(rest: Sequence[str]) -> bool:
             f"{rest[0]} is a trace and {word} is none. Put options before traces, and -- before a "
             "command."
         )
-    # A folder that is missing looks like a command.
-    if len(rest) == 2 and not any(are_traces) and shutil.which(rest[0]) is None:
+    # A folder that is missing looks like a command. Words after -- are one.
+    is_command = any(are_traces) or rest[:1] == ["--"] or any(map(shutil.which, rest[:1]))
+    if len(rest) == 2 and not is_command:
         raise SettingsError(
             f"{rest[0]}: there is neither such a folder nor such a command. Check the names: ovpatch "
             "timeline --compare stock/ patched/"

@@ -110,6 +110,7 @@ def test_node_0_compares_all_ranks_and_the_other_node_prints_one_line(start, tmp
     assert read_only_file(tmp_path)["processes"] == names
 
 
+@RARELY
 def test_a_program_that_differs_on_one_host_is_named_with_it(start):
     leader, follower = start("verify", {"OTHER": "host1"}, "--steps", "2")
     assert leader[0] == follower[0] == 1, (leader, follower)

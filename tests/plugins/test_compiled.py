@@ -15,7 +15,7 @@ from tests.plugins.compiled import around, blocks, in_place, inside, searching, 
 from tests.plugins.ddp.arms import Cases, Record, all_both, both
 from tests.plugins.ddp.checks import some
 from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES
+from tests.support.rarely import ALL_CASES, RARELY
 
 SHARDED = {"dist_optimizer": {"min_param_numel": 1}}
 FEATURES = {
@@ -161,7 +161,7 @@ def fails_under_compiled_autograd(feature: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("feature", ["ddp", "dist_optimizer"])
+@pytest.mark.parametrize("feature", [pytest.param("ddp", marks=RARELY), "dist_optimizer"])
 def test_compiled_autograd_is_an_error_as_with_the_stock_reducer(ranks, feature):
     for texts in ranks(2)(fails_under_compiled_autograd, feature, timeout=120):
         assert all(

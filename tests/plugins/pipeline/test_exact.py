@@ -15,7 +15,7 @@ import ovpatch
 from ovpatch.overlap.pipelining.order_table import ORDERS
 from tests.plugins.pipeline.cases import Case, Outcome, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
-from tests.support.rarely import ALL_CASES
+from tests.support.rarely import ALL_CASES, RARELY
 
 EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
 CLASSES = {
@@ -93,9 +93,16 @@ def _assert_equal(by_rank: list[dict[str, Outcome]]) -> None:
             assert not outcome.counters["stock_steps"], name
 
 
-@pytest.mark.parametrize("world", [2, 4])
+PARTS = {"one stage": slice(0, 3), "loops": slice(3, 6), "vees": slice(6, 8)}
+
+
 @pytest.mark.parametrize(
-    "part", [slice(0, 3), slice(3, 6), slice(6, 8)], ids=["one stage", "loops", "vees"]
+    ("world", "part"),
+    [
+        pytest.param(world, part, id=f"{name}-{world}", marks=RARELY if is_rare else [])
+        for name, part in PARTS.items()
+        for world, is_rare in ((2, False), (4, name != "one stage"))
+    ],
 )
 def test_each_class_and_each_order(ranks: Any, world: int, part: slice) -> None:
     found = ranks(world)(_run_classes, list(CLASSES)[part])
