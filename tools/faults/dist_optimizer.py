@@ -104,8 +104,8 @@ FAULTS: Final = (
     Fault(
         "a rank falls back alone while peers raise errors",
         _SHARDING + "sharded_optimizer.py",
-        "if any(_has_passed_peers(model) for model in self._names):",
-        "if False:",
+        "            if have_peers_continued:\n",
+        "            if False:\n",
         (_RUN_AHEAD,),
     ),
     Fault(

@@ -206,10 +206,11 @@ class ShardedOptimizer:
 
         params = self._find_step_params(optimizer)
         if reason := self._agree_on_step(optimizer):
+            have_peers_continued = any(map(_has_passed_peers, self._names))
             self._end_sharding(reason)
-            # Peers raise at the barrier of steps. This rank would wait for them in its next
+            # They raise at the barrier of steps. This rank would wait for them in its next
             # collective.
-            if any(_has_passed_peers(model) for model in self._names):
+            if have_peers_continued:
                 raise RuntimeError(_ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason))
         if not params or not self.is_sharded:
             return stock_step(optimizer, *args, **kwargs)
@@ -475,10 +476,11 @@ class ShardedOptimizer:
     @staticmethod
     def _leaves_waiting_hosts(model: ShardedGrads, is_leaving: bool) -> bool:
         """Return whether peers wait for this host, and do not know that it leaves the model."""
-        if model.votes is None or _has_passed_peers(model):
-            return model.votes is not None
+        if model.votes is None:
+            return False
         has_sharded = any(optimizer.is_sharded for optimizer in model.optimizers)
-        return not model.votes.reason and has_sharded and is_leaving
+        is_unknown = not model.votes.reason and has_sharded and is_leaving
+        return is_unknown or _has_passed_peers(model)
 
     def _end_sharding(self, reason: str) -> None:
         """Fall back for good with this optimizer, and with all others over models that end here."""
@@ -686,8 +688,9 @@ def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
 
 def _has_passed_peers(model: ShardedGrads) -> bool:
     """Return whether peers step another optimizer, and a barrier makes them raise an error."""
-    votes, barrier = model.votes, model.step_barrier
-    return votes is not None and votes.has_passed_peers and barrier is not None
+    # Models that were left to torch cast no votes, so their flag is that of an earlier vote.
+    is_voting = model.step_barrier is not None and not model.is_stock
+    return is_voting and model.votes is not None and model.votes.has_passed_peers
 
 
 def _evaluate_closure(
