@@ -138,6 +138,12 @@ def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
     assert re.match(
         r"SAME: all \d+ values of 3 steps on 1 rank have stock's bits \(counts\)\n", out
     )
+    counted = data["values_by_role"]
+    assert sum(counted.values()) == data["values"]
+    assert counted.keys() == {
+        "loss", "gradient", "norm of gradients", "parameter", "option", "random"
+    }  # fmt: skip
+    assert (counted["loss"], counted["gradient"], counted["random"]) == (3, 12, 9)
     assert "counts      calls 3" in out
     assert list(data["runs"]) == ["stock", "patched"]
     assert f"records are in {site.folder}/ke[pt] it\n" in out

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ovpatch.cli import verify_command
 from ovpatch.insight.equality import Verdict
-from ovpatch.insight.verify import recording
+from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
 from ovpatch.insight.verify.recording import (
     BACKWARD,
@@ -141,6 +141,27 @@ def test_what_cannot_be_read_is_counted_apart(record):
     assert (compared.values, compared.unread, compared.finite) == (6, {"state a.x": "object"}, 2)
     compared = compare_runs(runs[0], record("c", turns(2, **{"state a.x": keep_value(1.0)})))
     assert compared.first.row.note == "unread became float"
+
+
+def test_compared_values_are_counted_by_role(record):
+    events = [
+        (BACKWARD, {"loss 0": keep_value(1.0), "loss 1": keep_value(1.0)}),
+        (SCALE, {"loss scale": keep_value(2.0)}),
+        (STEP, {
+            "norm of gradients": keep_value(1.0), "gradient a.b c": value(), "gradient d": value(),
+            "parameter a": value(), "frozen a": value(), "buffer a": value(),
+            "state a.step": keep_value(1.0), "state a.x": keep_value(object()),
+            "option param_groups[0].lr": keep_value(0.1), **noise_runs.digest_generators(),
+        }),
+        (CHECKPOINT, {"saved model.gradient a": value()}),
+    ]  # fmt: skip
+    compared = compare_runs(record("a", events, events), record("b", events, events))
+    generators = len(noise_runs.digest_generators())
+    assert compared.values_by_role == {
+        "loss": 4, "loss scale": 2, "norm of gradients": 2, "gradient": 4, "parameter": 2,
+        "frozen": 2, "buffer": 2, "state": 2, "option": 2, "random": 2 * generators, "saved": 2,
+    }  # fmt: skip
+    assert sum(compared.values_by_role.values()) == compared.values
 
 
 def test_losses_that_are_not_finite_are_not_counted(record):

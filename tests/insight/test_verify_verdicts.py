@@ -398,6 +398,16 @@ def test_an_interruption_leaves_the_noise_unmeasured(verify, variant):
     assert "noise       not measured" in text
 
 
+def test_the_json_has_the_values_of_each_role_and_the_time_of_each_run(verify):
+    ends = {"patched": {"seconds": 2.25}, "rerun": {"seconds": 3.0004}}
+    result, _ = verify(["a"], values(), noise=True, ends=ends)
+    data = result.to_json()
+    assert (data["values"], data["values_by_role"]) == (2, {"parameter": 2})
+    assert {name: run["seconds"] for name, run in data["runs"].items()} == {
+        "stock": 1.0, "patched": 2.25, "rerun": 3.0, "reordered": 1.0
+    }  # fmt: skip
+
+
 # --- features that did nothing, or less than all ---
 
 

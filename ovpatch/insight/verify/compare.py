@@ -317,6 +317,8 @@ class RunComparison:
     processes: list[str] = field(default_factory=list)
     # Number of compared values.
     values: int = 0
+    # Number of compared values of each role, such as ``gradient``.
+    values_by_role: dict[str, int] = field(default_factory=dict)
     # Last compared step, 0 for none.
     steps: int = 0
     # Number of compared events of each type.
@@ -372,6 +374,8 @@ class RunComparison:
         }
         self.unread |= unread
         self.values += len(event.values) - len(unread)
+        for role in map(recording.get_role, event.values.keys() - unread.keys()):
+            self.values_by_role[role] = self.values_by_role.get(role, 0) + 1
         self.events[event.event_type] = self.events.get(event.event_type, 0) + 1
         if event.event_type == recording.BACKWARD:
             self.finite += all(map(_is_finite, event.values.values()))

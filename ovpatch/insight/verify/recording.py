@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,8 @@ class RecordedEvent:
     step: int
     # The recorded values by name. A name begins with the role of its value: loss, gradient, norm of
     # gradients, loss scale, parameter, buffer, frozen (a parameter), state, option (of an optimizer),
-    # saved (in a checkpoint), random (the states of generators). `probes.py` makes the names.
+    # saved (in a checkpoint), random (the states of generators). `probes.py` makes the names, and
+    # `noise_runs.py` those of generators; `get_role` reads the role.
     values: Mapping[str, KeptValue]
 
     @classmethod
@@ -56,6 +58,16 @@ class RecordedEvent:
             SCALE: "GradScaler.update()",
             CHECKPOINT: f"a checkpoint ({self.label})",
         }[self.event_type]
+
+
+# A role ends at a space or, as in ``random.torch``, at a dot. Two roles contain spaces.
+_ROLE: Final = re.compile(r"norm of gradients|loss scale|\w+")
+
+
+def get_role(name: str) -> str:
+    """Return the role of a recorded value; see :class:`RecordedEvent` for all roles."""
+    found = _ROLE.match(name)
+    return found[0] if found else name
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class Verification:
             "steps": compared.steps,
             "processes": compared.processes,
             "values": compared.values,
+            "values_by_role": dict(sorted(compared.values_by_role.items())),
             "events": compared.events,
             "not_bitwise": len(compared.findings),
             "different": len(compared.different) if self.is_noise_known else None,
