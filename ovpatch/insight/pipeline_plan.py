@@ -1,6 +1,7 @@
 """The worker of ``ovpatch pipeline -- command`` in each process, and the plan as text and picture.
 
-The plan is a file that feature ``pipeline`` writes once it has raced all orders; see ``order_candidates.write_plan`` there.
+The plan is a file that feature ``pipeline`` writes once it has raced all orders, by
+``order_candidates.write_plan``.
 """
 
 from __future__ import annotations

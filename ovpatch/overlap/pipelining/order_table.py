@@ -50,8 +50,9 @@ ORDERS: Final[Mapping[str, FixedOrder]] = {
 """All fixed orders, by name.
 
 An order with a parameter has a row for each useful value of it, such as ``eager-1`` and ``eager-2``, made by one
-function. So the option offers these values, and races compare them, and merge those that are equal on few ranks. A value that only the user can know needs an option, and an argument of
-:func:`.orders.build_order` that all of its callers pass.
+function. So the option offers these values, and races compare them, and merge those that are equal on few ranks. A
+value that only the user can know needs an option, and an argument of :func:`.orders.build_order` that all of its
+callers pass.
 """
 
 
