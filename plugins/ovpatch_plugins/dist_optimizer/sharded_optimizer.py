@@ -688,7 +688,7 @@ def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
 
 def _has_passed_peers(model: ShardedGrads) -> bool:
     """Return whether peers step another optimizer, and a barrier makes them raise an error."""
-    # Models that were left to torch cast no votes, so their flag is that of an earlier vote.
+    # Models that were left to torch cast no votes, so an earlier vote has set their flag.
     is_voting = model.step_barrier is not None and not model.is_stock
     return is_voting and model.votes is not None and model.votes.has_passed_peers
 

@@ -315,7 +315,7 @@ def test_the_report_has_costs_and_the_bubble(ranks: Any) -> None:
             in text
         )
         assert f"stage {rank}: F " in text
-        # The order has Ws. Full backwards on the first rank would have no Bs of their own.
+        # The order has Ws. With full backwards, the first rank would have no Bs.
         assert ", B " in text
         assert ", W " in text
         assert "% of a step measured, " in text
