@@ -180,6 +180,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Record or read, write everything out, and print the tables."""
     pattern = _compile_pattern(arguments.communication)
+    if arguments.compare:
+        _refuse_missing(arguments.rest)
     if _are_traces(arguments.rest):
         return _show_results(arguments, pattern, None)
     names = ("step", "steps", "compare", "features", "no_stop", "operators")
@@ -230,8 +232,7 @@ def _are_traces(rest: Sequence[str]) -> bool:
     """Return whether the arguments are traces or their folders.
 
     Raises:
-        SettingsError: The first argument is a trace, and another argument is none; or there is
-            nothing of the name of the first one.
+        SettingsError: The first argument is a trace, and another argument is none.
     """
     are_traces = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if are_traces[:1] == [True] and not all(are_traces):
@@ -240,14 +241,22 @@ def _are_traces(rest: Sequence[str]) -> bool:
             f"{rest[0]} is a trace and {word} is none. Put options before traces, and -- before a "
             "command."
         )
-    # A folder that is missing looks like a command. Words after -- are one.
-    is_command = any(are_traces) or rest[:1] == ["--"] or any(map(shutil.which, rest[:1]))
-    if len(rest) == 2 and not is_command:
-        raise SettingsError(
-            f"{rest[0]}: there is neither such a folder nor such a command. Check the names: ovpatch "
-            "timeline --compare stock/ patched/"
-        )
     return bool(are_traces) and all(are_traces)
+
+
+def _refuse_missing(rest: Sequence[str]) -> None:
+    """Raise SettingsError if a folder that ``--compare`` should read is missing, and looks like a command."""
+    missing = [word for word in rest if not Path(word).exists()]
+    # Words after -- are a command.
+    is_command = rest[:1] == ["--"] or any(map(shutil.which, rest[:1]))
+    if len(rest) != 2 or not missing or is_command:
+        return
+    # A file that is no trace is a program that cannot be executed, which is another mistake.
+    if rest[0] in missing or Path(rest[0]).is_dir() or rest[0].endswith(_ENDINGS):
+        raise SettingsError(
+            f"--compare {' '.join(rest)}: there is no {' and no '.join(missing)}. Name two folders of "
+            "traces, or a command after --."
+        )
 
 
 def _read_recordings(

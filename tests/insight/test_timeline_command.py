@@ -237,7 +237,14 @@ def test_two_folders_are_compared_and_may_lie_in_the_output_folder(timeline, tmp
         (("--compare", "a.json"), 2, "stock first; 1 were given"),
         (("nowhere.json",), 2, "No such file"),
         (("empty",), 2, "holds no traces"),
-        (("--compare", "stock", "patched"), 2, "stock: there is neither such a folder nor"),
+        (
+            ("--compare", "stock", "patched"),
+            2,
+            "there is no stock and no patched. Name two folders",
+        ),
+        (("--compare", "stock", "empty"), 2, "there is no stock. Name two folders"),
+        (("--compare", "empty", "patched"), 2, "there is no patched. Name two folders"),
+        (("stock", "patched"), 127, "stock: command not found"),
     ],
 )
 def test_traces_that_cannot_be_used(timeline, tmp_path, line, code, message):

@@ -386,7 +386,8 @@ class AllGatherBucket:
             work.wait()
         if self._buffer is not None and self._works:
             torch._foreach_copy_(self._buffer.pieces, self._buffer.columns)
-            # The optimizer has already counted the writes of this step.
+            # The optimizer has already counted the writes of this step. The caller has left all
+            # modes.
             versions = tuple(map(VERSION, self._coalesced))
             torch._foreach_copy_(self._buffer.in_order(self._coalesced), self._buffer.full)
             torch._C._autograd._unsafe_set_version_counter(self._coalesced, versions)

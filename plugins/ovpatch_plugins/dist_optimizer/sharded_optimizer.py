@@ -73,8 +73,8 @@ REASON_IN_BACKWARD: Final = (
 )
 
 _ERROR_PEERS_CONTINUED: Final = (
-    "ovpatch: {} must fall back to torch, because {}. But peers have already changed its state, "
-    "or that of another optimizer. Do the same on every rank, or turn dist_optimizer off."
+    "ovpatch: {} must fall back to torch, because {}. But peers have already continued with "
+    "other work. Do the same on every rank, or turn dist_optimizer off."
 )
 
 _ERROR_CAPTURED: Final = (
@@ -211,7 +211,7 @@ class ShardedOptimizer:
             # They raise at the barrier of steps. This rank would wait for them in its next
             # collective.
             if have_peers_continued:
-                raise RuntimeError(_ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason))
+                raise RuntimeError(_describe_peers_continued(optimizer, reason))
         if not params or not self.is_sharded:
             return stock_step(optimizer, *args, **kwargs)
         self._prepare_update(optimizer)
@@ -624,9 +624,7 @@ class ShardedOptimizer:
         try:
             self.unshard()
         except PeerError as error:
-            raise RuntimeError(
-                _ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason)
-            ) from error
+            raise RuntimeError(_describe_peers_continued(optimizer, reason)) from error
         if optimizer is not None:
             self._on_fallback(optimizer, reason)
 
@@ -684,6 +682,11 @@ def _swap_out(
 
 def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     return list({model.group: model for model in models}.values())
+
+
+def _describe_peers_continued(optimizer: Optimizer | None, reason: str) -> str:
+    # Some reasons are sentences.
+    return _ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason.rstrip("."))
 
 
 def _has_passed_peers(model: ShardedGrads) -> bool:
