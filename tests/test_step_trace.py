@@ -352,7 +352,7 @@ ROOMS = {
     "ovpatch/overlap/tensors": 562,
     "ovpatch/overlap/peer_rpc": 948,
     "plugins/ovpatch_plugins/ddp": 679,
-    "plugins/ovpatch_plugins/dist_optimizer": 3623,
+    "plugins/ovpatch_plugins/dist_optimizer": 3627,
 }
 
 

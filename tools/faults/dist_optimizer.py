@@ -104,7 +104,7 @@ FAULTS: Final = (
     Fault(
         "a rank falls back alone while peers raise errors",
         _SHARDING + "sharded_optimizer.py",
-        "            if have_peers_continued:\n",
+        "            if self._have_peers_continued:\n",
         "            if False:\n",
         (_RUN_AHEAD,),
     ),

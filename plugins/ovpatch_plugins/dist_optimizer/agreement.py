@@ -350,13 +350,13 @@ class StepVotes:
             return False
         finally:
             self.inside.pop(VOTES, None)
+            # A rank that runs ahead has voted on another step, and continues with it.
+            self.has_passed_peers = any(not (vote.text or vote.outcome) for vote in votes.values())
         return self._judge(group, votes)
 
     def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
         self.spans_groups = any(vote.spans_groups for vote in votes.values())
         outcome = max(vote.outcome for vote in votes.values())
-        # A rank that runs ahead has voted on another step, and continues with it.
-        self.has_passed_peers = any(not (vote.text or vote.outcome) for vote in votes.values())
         if outcome == _ENDS:
             self._end(_REASON_MISSING)
         elif len({vote.tag for vote in votes.values()}) > 1:

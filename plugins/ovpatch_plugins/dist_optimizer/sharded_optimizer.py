@@ -149,6 +149,8 @@ class ShardedOptimizer:
 
         # - Agreement with peers; see [Note: the same everywhere]
         self._has_voted = False
+        # Whether peers continued with other work in the vote that ended sharding. They raise errors.
+        self._have_peers_continued = False
         self._names: dict[ShardedGrads, OptimizerName] = {}
         # The tags of votes on steps of the same parameters as the last one.
         self._tags: dict[ShardedGrads, int] = {}
@@ -206,11 +208,10 @@ class ShardedOptimizer:
 
         params = self._find_step_params(optimizer)
         if reason := self._agree_on_step(optimizer):
-            have_peers_continued = any(map(_has_passed_peers, self._names))
             self._end_sharding(reason)
             # They raise at the barrier of steps. This rank would wait for them in its next
             # collective.
-            if have_peers_continued:
+            if self._have_peers_continued:
                 raise RuntimeError(_describe_peers_continued(optimizer, reason))
         if not params or not self.is_sharded:
             return stock_step(optimizer, *args, **kwargs)
@@ -450,11 +451,17 @@ class ShardedOptimizer:
             is_leaving |= model.is_local or model.is_stock
         spans_groups = len(tags) > 1 and len({model.group for model in tags}) > 1
         agreed = []
+        passed_groups: set[torch.distributed.ProcessGroup] = set()
         is_local = is_leaving
         for model, tag in tags.items():
             model.is_local |= is_leaving
             model.cast_vote(tag, text=descriptions.get(model, ""), spans_groups=spans_groups)
             is_local |= model.is_local
+            if model.is_local and _has_passed_peers(model):
+                passed_groups.add(model.group)
+                # A peer may wait at the barrier of this group, so this rank waits for no further
+                # vote.
+                is_leaving = True
             if not model.is_local and model.votes is not None and model.votes.spans_groups:
                 agreed.append(model)
         # A rank that is in one of the groups only learns of a failure in another group by a second
@@ -465,22 +472,22 @@ class ShardedOptimizer:
             is_local |= model.is_local
         if not is_local:
             return ""
+        self._have_peers_continued = bool(passed_groups)
         for model in tags:
             model.is_local = True
-            if model.step_barrier is not None and self._leaves_waiting_hosts(model, is_leaving):
+            is_awaited = model.group in passed_groups or self._is_awaited(model, is_leaving)
+            if model.step_barrier is not None and is_awaited:
                 model.step_barrier.abort()
                 abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
         return next(filter(None, reasons), REASON_LOCAL)
 
     @staticmethod
-    def _leaves_waiting_hosts(model: ShardedGrads, is_leaving: bool) -> bool:
+    def _is_awaited(model: ShardedGrads, is_leaving: bool) -> bool:
         """Return whether peers wait for this host, and do not know that it leaves the model."""
-        if model.votes is None:
+        if model.votes is None or model.votes.reason:
             return False
-        has_sharded = any(optimizer.is_sharded for optimizer in model.optimizers)
-        is_unknown = not model.votes.reason and has_sharded and is_leaving
-        return is_unknown or _has_passed_peers(model)
+        return is_leaving and any(optimizer.is_sharded for optimizer in model.optimizers)
 
     def _end_sharding(self, reason: str) -> None:
         """Fall back for good with this optimizer, and with all others over models that end here."""

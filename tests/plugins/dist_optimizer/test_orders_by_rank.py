@@ -416,8 +416,42 @@ class EarlyFallback(OneNewOptimizer):
                 super().step(step)
 
 
+class OneOverBoth(Script):
+    """One rank steps a new optimizer over both models, and its peers step an older one."""
+
+    begin = 3
+
+    def make(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW([p for model in self.models for p in model.parameters()], 0.01)]
+
+    def reduced(self, step: int) -> None:
+        if step == self.begin and dist.get_rank() == 0:
+            self.opts = self.make()
+
+
+class OneOverTwoGroups(Script):
+    """One rank steps a new optimizer over models of two groups, and its peer older ones with a read between them."""
+
+    begin = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        self.models[1] = ddp(self.models[1].module, process_group=group)
+
+    def step(self, step: int) -> None:
+        if step != self.begin:
+            super().step(step)
+        elif dist.get_rank() == 0:
+            OneOverBoth.make(self)[0].step()  # type: ignore[arg-type]
+        else:
+            self.opts[0].step()
+            params(self.models[0])
+            self.opts[1].step()
+
+
 AHEAD = CASES | {cls.__name__: cls for cls in (
-    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales, EarlyFallback,
+    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales, EarlyFallback, OneOverBoth, OneOverTwoGroups,
 )}  # fmt: skip
 
 # These hosts find the difference in a first vote, or it makes none.
