@@ -219,7 +219,7 @@ FAULTS: Final = (
         "            finally:\n                self._is_stepping = False",
         "            except OSError:\n                raise\n"
         "            else:\n                self._is_stepping = False",
-        (_SHARDING_TESTS + "test_hooks_and_failures.py",),
+        (_SHARDING_TESTS + "test_interrupted_swaps.py",),
     ),
     Fault(
         "an interrupted step loses its update",

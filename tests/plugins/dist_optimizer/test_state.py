@@ -29,6 +29,7 @@ import ovpatch
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
 from tests.plugins.ddp.arms import all_both, table
 from tests.plugins.ddp.checks import check_all, same_bits
 from tests.plugins.dist_optimizer.checks import SMALL, apply, both, params
@@ -36,6 +37,7 @@ from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support import signs
 from tests.support.equality import compare
+from tests.support.errors import error_of
 
 
 def build(optimizer: str = "adamw") -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -555,3 +557,19 @@ def read_as_the_peer_steps() -> dict[str, Any]:
 def test_a_rank_that_has_read_waits_until_its_peers_have_read_as_well(ranks):
     first, second = ranks(2)(read_as_the_peer_steps)
     compare([first], [second]).assert_bitwise()
+
+
+def fail_to_write_back() -> tuple[str, bool]:
+    """Return the error of a step whose shards cannot be written back, and whether its version of state ends."""
+    with apply():
+        model, opt = trained(2)
+        with mock.patch.object(ElementwiseState, "_write_back", autospec=True) as write_back:
+            write_back.side_effect = RuntimeError("shards cannot be written back")
+            error = error_of(lambda: step(model, opt, 2))
+        state: ElementwiseState = write_back.call_args.args[0]
+        return error, not state._has_begun_version
+
+
+def test_a_version_of_state_ends_whatever_error_ended_its_step(ranks):
+    """Peers that read the state would wait for the end forever."""
+    assert ranks(2)(fail_to_write_back) == [("shards cannot be written back", True)] * 2
