@@ -104,8 +104,8 @@ FAULTS: Final = (
     Fault(
         "a rank falls back alone while peers raise errors",
         _SHARDING + "sharded_optimizer.py",
-        "            if self._have_peers_continued:\n",
-        "            if False:\n",
+        "        if passed_groups:\n",
+        "        if False:\n",
         (_RUN_AHEAD,),
     ),
     Fault(

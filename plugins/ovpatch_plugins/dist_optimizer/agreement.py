@@ -158,8 +158,8 @@ class StepVotes:
             report show it for each optimizer that falls back.
         spans_groups: Whether some rank's optimizer of the last vote has models of several process
             groups.
-        has_passed_peers: Whether peers step another optimizer by shards while this rank has voted
-            on its first step.
+        has_passed_peers: Whether peers run ahead: they have voted on other work, and continue with
+            it, while this rank has voted on the first step of an optimizer.
         reached: The operations that this rank has begun, by name: the number of the newest one.
         inside: The operations that this rank cannot leave without its peers, likewise.
         digest: A digest of the votes that this rank has cast without waiting for its peers.

@@ -149,8 +149,6 @@ class ShardedOptimizer:
 
         # - Agreement with peers; see [Note: the same everywhere]
         self._has_voted = False
-        # Whether peers continued with other work in the vote that ended sharding. They raise errors.
-        self._have_peers_continued = False
         self._names: dict[ShardedGrads, OptimizerName] = {}
         # The tags of votes on steps of the same parameters as the last one.
         self._tags: dict[ShardedGrads, int] = {}
@@ -209,10 +207,6 @@ class ShardedOptimizer:
         params = self._find_step_params(optimizer)
         if reason := self._agree_on_step(optimizer):
             self._end_sharding(reason)
-            # They raise at the barrier of steps. This rank would wait for them in its next
-            # collective.
-            if self._have_peers_continued:
-                raise RuntimeError(_describe_peers_continued(optimizer, reason))
         if not params or not self.is_sharded:
             return stock_step(optimizer, *args, **kwargs)
         self._prepare_update(optimizer)
@@ -442,6 +436,9 @@ class ShardedOptimizer:
         Args:
             tags: The tags, by model.
             descriptions: Descriptions of the optimizer by model, at its first step; {} later.
+
+        Raises:
+            RuntimeError: Peers have passed this vote, and continue with other work.
         """
         # One rule: what ends the sharding of one model ends it for the optimizer, and so for all of
         # its models. These loops run in each step, so they have no generator, whose every element
@@ -472,7 +469,6 @@ class ShardedOptimizer:
             is_local |= model.is_local
         if not is_local:
             return ""
-        self._have_peers_continued = bool(passed_groups)
         for model in tags:
             model.is_local = True
             is_awaited = model.group in passed_groups or self._is_awaited(model, is_leaving)
@@ -480,7 +476,13 @@ class ShardedOptimizer:
                 model.step_barrier.abort()
                 abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
-        return next(filter(None, reasons), REASON_LOCAL)
+        reason = next(filter(None, reasons), REASON_LOCAL)
+        if passed_groups:
+            self._end_sharding(reason)
+            # Peers raise at the barrier of steps. This rank would wait for them in its next
+            # collective.
+            raise RuntimeError(_describe_peers_continued(self._optimizer(), reason))
+        return reason
 
     @staticmethod
     def _is_awaited(model: ShardedGrads, is_leaving: bool) -> bool:
@@ -697,7 +699,7 @@ def _describe_peers_continued(optimizer: Optimizer | None, reason: str) -> str:
 
 
 def _has_passed_peers(model: ShardedGrads) -> bool:
-    """Return whether peers step another optimizer, and a barrier makes them raise an error."""
+    """Return whether peers continue with other work, and a barrier makes them raise an error."""
     # Models that were left to torch cast no votes, so an earlier vote has set their flag.
     is_voting = model.step_barrier is not None and not model.is_stock
     return is_voting and model.votes is not None and model.votes.has_passed_peers
