@@ -15,7 +15,6 @@ from tests.plugins.compiled import around, blocks, in_place, inside, searching, 
 from tests.plugins.ddp.arms import Cases, Record, all_both, both
 from tests.plugins.ddp.checks import some
 from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES, RARELY
 
 SHARDED = {"dist_optimizer": {"min_param_numel": 1}}
 FEATURES = {
@@ -126,9 +125,9 @@ def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
     cases = {
-        # Three features together run all cases. dist_optimizer needs ddp, and apply() turns both on.
+        # Gradients are reduced by ddp in all cases of dist_optimizer.
         "ddp": {**some(CASES, 2), **some(MORE), **GRADIENT_READERS},
-        "dist_optimizer": {**some(CASES), **some(MORE, 1)},
+        "dist_optimizer": {**CASES, **some(MORE, 1)},
         "recompute": {**some(CASES), "blocks": {"way": blocks}},
         "a plain apply()": some(CASES, 1),
     }
@@ -161,7 +160,7 @@ def fails_under_compiled_autograd(feature: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("feature", [pytest.param("ddp", marks=RARELY), "dist_optimizer"])
+@pytest.mark.parametrize("feature", ["ddp", "dist_optimizer"])
 def test_compiled_autograd_is_an_error_as_with_the_stock_reducer(ranks, feature):
     for texts in ranks(2)(fails_under_compiled_autograd, feature, timeout=120):
         assert all(
@@ -182,8 +181,7 @@ PIPELINES: Cases = {
     "a stage of a cut model": {"way": compiled.compile_stage, "is_cut": True},
 }
 MEGATRON: Cases = {
-    way: {"program": compiled.train_megatron, "way": way}
-    for way in (("layers", "linears") if ALL_CASES else ("layers",))
+    way: {"program": compiled.train_megatron, "way": way} for way in ("layers", "linears")
 }
 
 

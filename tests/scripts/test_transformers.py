@@ -62,7 +62,6 @@ def test_trainer_with_its_defaults(defaults, compatibility):
     )
 
 
-@RARELY
 def test_a_compiled_model_that_makes_modules_in_its_forward_is_compiled_as_often(runner):
     stock, patched = both(runner, "--torch-compile", to="torch-compile")
     frames = patched.ranks[0]["frames"]

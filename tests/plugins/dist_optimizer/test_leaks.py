@@ -22,7 +22,7 @@ from tests.plugins.dist_optimizer.checks import SMALL
 from tests.support.rarely import ALL_CASES
 
 # The number of runs of each loop, and the number of runs after which it must no longer grow.
-TIMES, SETTLED = 20 if ALL_CASES else 12, 5
+TIMES, SETTLED = 20, 5
 
 # Bytes that may differ, such as single numbers. A leak of one tensor in each run takes more.
 NOISE = 256
