@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# How many processes share the tests, file by file; 0: one after the other in this one. Three keep two cores busy, as
+# How many processes share the tests, file by file; 0: one after the other in this one. Four keep two cores busy, as
 # tests wait for half of the time. GPUs are for one test at a time.
 WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 4)
 VERSIONS_ARGS ?=

@@ -246,13 +246,13 @@ def _are_traces(rest: Sequence[str]) -> bool:
 
 def _refuse_missing(rest: Sequence[str]) -> None:
     """Raise SettingsError if a folder that ``--compare`` should read is missing, and looks like a command."""
-    missing = [word for word in rest if not Path(word).exists()]
     # Words after -- are a command.
-    is_command = rest[:1] == ["--"] or any(map(shutil.which, rest[:1]))
-    if len(rest) != 2 or not missing or is_command:
+    if len(rest) != 2 or rest[0] == "--" or shutil.which(rest[0]) is not None:
         return
-    # A file that is no trace is a program that cannot be executed, which is another mistake.
-    if rest[0] in missing or Path(rest[0]).is_dir() or rest[0].endswith(_ENDINGS):
+    missing = [word for word in rest if not Path(word).exists()]
+    # A program that cannot be executed is another mistake.
+    is_program = Path(rest[0]).is_file() and not rest[0].endswith(_ENDINGS)
+    if missing and not is_program:
         raise SettingsError(
             f"--compare {' '.join(rest)}: there is no {' and no '.join(missing)}. Name two folders of "
             "traces, or a command after --."

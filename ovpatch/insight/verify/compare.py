@@ -315,8 +315,6 @@ class RunComparison:
     findings: list[Finding] = field(default_factory=list)
     # Processes that were compared.
     processes: list[str] = field(default_factory=list)
-    # Number of compared values.
-    values: int = 0
     # Number of compared values of each role, such as ``gradient``.
     values_by_role: dict[str, int] = field(default_factory=dict)
     # Last compared step, 0 for none.
@@ -331,6 +329,11 @@ class RunComparison:
     parameters: int = 0
     # Number of compared parameter values that are finite in the stock run.
     finite_parameters: int = 0
+
+    @property
+    def values(self) -> int:
+        """Number of compared values."""
+        return sum(self.values_by_role.values())
 
     @property
     def different(self) -> list[Finding]:
@@ -373,7 +376,6 @@ class RunComparison:
             name: value.digest for name, value in event.values.items() if value.form == UNREAD
         }
         self.unread |= unread
-        self.values += len(event.values) - len(unread)
         for role in map(recording.get_role, event.values.keys() - unread.keys()):
             self.values_by_role[role] = self.values_by_role.get(role, 0) + 1
         self.events[event.event_type] = self.events.get(event.event_type, 0) + 1
