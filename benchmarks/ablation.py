@@ -9,7 +9,12 @@ features and counters: an overlap with counter 0 was not active.
 
 ``ovpatch, no overlap`` has all features on and all overlaps off. Its difference to ``stock`` is the gain of linears
 without DTensor's dispatch, one all-gather for q, k and v, and sharded updates. The arm ``limit`` is a rank's
-computation and update without communication.
+computation and update without communication. ``limit, pauses`` is the same with a GPU that rests for ``--pause-ms`` in
+total where communication would be: a GPU at its power limit computes faster after a rest, so it takes less than the
+sum. The rest of the sum is what an overlap cannot gain on such GPUs.
+
+On GPUs a row has the clocks and the power of each rank's GPU, and ``--profile FOLDER`` keeps rank 0's trace of three steps
+of each arm, for ``ovpatch timeline``.
 
 Memory: a rank of DP 2 x TP 4 has a quarter of Llama's 8.03e9 parameters. In bf16 (``--dtype bf16``: weights, gradients
 and AdamW's moments) weights, gradients, DDP's buckets and moments take 10 bytes each, 20 GB; in fp32 under autocast to
@@ -27,6 +32,7 @@ import gc
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
+from benchmarks.gpu_state import GpuState
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
 from ovpatch.overlap.comm.lifetimes import drop_values
@@ -48,6 +55,8 @@ from ovpatch.overlap.peer_rpc.retention import Retention
 
 Step = Callable[[], Tensor]
 LR = 1e-4
+# An H100 that rests has about this clock.
+CYCLES_PER_MS = 1_900_000
 
 
 class Problem:
@@ -60,6 +69,7 @@ class Problem:
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh) -> None:
         self.shape, self.autocast, self.mesh = shape_of(args), args.dtype == "fp32", mesh
+        self.pause_ms = args.pause_ms
         self.dtype = torch.float32 if self.autocast else torch.bfloat16
         # Ranks that share a model have the same tokens.
         generator = torch.Generator().manual_seed(self.mesh["dp"].get_local_rank())
@@ -125,10 +135,55 @@ def trained(problem: Problem, **kwargs: Any) -> Step:
     return step
 
 
-def limit(problem: Problem) -> Step:
-    """Forward and backward of a rank's part of the model, and the update of its shard."""
+class Pause(torch.autograd.Function):
+    """A rest of the GPU in the forward, and one in the backward, as long as a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
+        ctx.ms = ms
+        rest(ms)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rest(ctx.ms)
+        return grad, None
+
+
+def rest(ms: float) -> None:
+    """Let the GPU of this rank rest."""
+    if CUDA:
+        torch.cuda._sleep(int(ms * CYCLES_PER_MS))
+
+
+def paused_limit(problem: Problem) -> Step:
+    """The step of :func:`limit` with rests where :func:`trained` communicates."""
+    return limit(problem, problem.pause_ms)
+
+
+def add_pauses(model: Decoder, ms: float) -> None:
+    """Let the GPU rest for some time in total where tensor parallelism gathers and scatters, forward and backward."""
+    parts = [part for block in model.blocks for part in (block.attention, block.feed_forward)]
+    each = ms / (4 * len(parts))
+    for part in parts:
+        part.register_forward_pre_hook(
+            lambda module, args: (Pause.apply(args[0], each), *args[1:]), prepend=True
+        )
+        part.register_forward_hook(lambda module, args, output: Pause.apply(output, each))
+
+
+def limit(problem: Problem, pause_ms: float = 0.0) -> Step:
+    """Forward and backward of a rank's part of the model, and the update of its shard.
+
+    Args:
+        problem: What is trained.
+        pause_ms: The milliseconds of a step in which the GPU rests: half of them in the blocks, and a quarter each
+            before and after the update.
+    """
     model = problem.model()
     alone(model, problem.mesh["tp"].size())
+    if pause_ms:
+        add_pauses(model, pause_ms / 2)
     tokens, targets = (ids % model.output.out_features for ids in (problem.tokens, problem.targets))
     count = sum(param.numel() for param in model.parameters()) // problem.mesh["dp"].size()
     share = torch.zeros(count, device=device(), dtype=problem.dtype)
@@ -137,7 +192,11 @@ def limit(problem: Problem) -> Step:
 
     def step() -> Tensor:
         loss = problem.backward(model, tokens, targets)
+        if pause_ms:
+            rest(pause_ms / 4)
         optimizer.step()
+        if pause_ms:
+            rest(pause_ms / 4)
         model.zero_grad()
         return loss
 
@@ -148,11 +207,12 @@ def limit(problem: Problem) -> Step:
 
 STOCK: dict[str, Callable[[Problem], Step]] = {
     "limit": limit,
+    "limit, pauses": paused_limit,
     "stock": trained,
     "stock, bucket view": lambda problem: trained(problem, gradient_as_bucket_view=True),
 }
 NONE = "ovpatch, no overlap"
-BULK, AUTO = {"schedule": "bulk"}, {"schedule": "auto"}
+BULK, AUTO, FUSED = {"schedule": "bulk"}, {"schedule": "auto"}, {"schedule": "fused"}
 OFF: dict[str, dict[str, Any]] = {
     "ddp": {"overlap_grad_reduce": False},
     "dist_optimizer": {"overlap_param_gather": False},
@@ -168,6 +228,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "ovpatch, TP overlap, auto": OFF | {"tp_linear": AUTO},
     "ovpatch, all": ALL,
     "ovpatch, all, auto": ALL | {"tp_linear": AUTO},
+    "ovpatch, all, fused": ALL | {"tp_linear": FUSED},
     "ovpatch, ddp and tp_linear": {"ddp": {}, "tp_linear": BULK},
 }
 ARMS = [*STOCK, *OURS]
@@ -206,7 +267,12 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     """Run one arm once."""
     problem = Problem(args, mesh)
     with built(name, problem) as (step, description):
-        found = clocked(step, args, running)
+        gpu = GpuState(device())
+        found = clocked(step, args, lambda step, steps: gpu.watch(running, step, steps))
+        found["gpu"] = gather_states(gpu)
+        if args.profile and name not in args.profiled:
+            profile(step, args.profile / f"{name.replace(', ', '-').replace(' ', '_')}.json.gz")
+            args.profiled.add(name)
         loss = step()
         value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
         features = description()
@@ -222,6 +288,29 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
         torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}
     return row | speed(statistics.median(found["ms"]), args)
+
+
+def gather_states(gpu: GpuState) -> list[dict[str, float]]:
+    """Return the medians of each rank's GPU; empty without GPUs."""
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, gpu.medians())
+    return [state for state in states if state]
+
+
+def profile(step: Step, path: Path) -> None:
+    """Write the trace of three steps; all ranks step, rank 0 is traced."""
+    if dist.get_rank():
+        for _ in range(4):
+            step()
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profiler:
+        for _ in range(4):
+            step()
+            profiler.step()
+        if CUDA:
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
 
 
 def speed(ms: float, args: argparse.Namespace) -> dict[str, Any]:
@@ -292,6 +381,11 @@ def parser() -> argparse.ArgumentParser:
         help="of weights; fp32: autocast to bf16",
     )
     made.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
+    made.add_argument(
+        "--pause-ms", type=float, default=34.0, help="rests of a step of the arm 'limit, pauses'"
+    )
+    made.add_argument("--profile", type=Path, help="folder for a trace of each arm")
+    made.set_defaults(profiled=set())
     add_timing(made, rounds=2)
     return made
 

@@ -254,7 +254,8 @@ def report(
     ]
     print("".join(f"\nchosen: {line}" for line in chosen))
     if args.json:
-        given = {k: v for k, v in vars(args).items() if k not in ("json", "arms")}
+        hidden = ("json", "arms", "profile", "profiled")
+        given = {k: v for k, v in vars(args).items() if k not in hidden}
         result = {
             **described(benchmark, given),
             "summary": found,

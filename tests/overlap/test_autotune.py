@@ -22,6 +22,7 @@ from ovpatch.overlap.kernels import copy_choice as selection
 from ovpatch.overlap.kernels.autotuner import (
     Autotuner,
     Choice,
+    RankNumbers,
     Tuning,
     TuningBudget,
     TuningCache,
@@ -39,6 +40,36 @@ SLEEPS = {"first": 8e-3, "second": 5e-3, "third": 1e-3}
 
 
 # --- in one process ---
+
+
+class Alone(RankNumbers):
+    """The exchange of numbers of one rank."""
+
+    def __init__(self) -> None:
+        pass
+
+    def broadcast(self, values):
+        return list(values)
+
+    maximum = broadcast
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_a_slow_host_does_not_count():
+    x = torch.zeros(1, device="cuda")
+
+    def launch_slowly() -> None:
+        time.sleep(2e-3)
+        x.add_(1)
+
+    times = autotuner_module.measure_candidates(
+        {"slow host": launch_slowly, "slow device": lambda: torch.cuda._sleep(2_000_000)},
+        Alone(),
+        x.device,
+        seconds_left=lambda: 60.0,
+        first_call=lambda name, candidate: candidate() is None or True,
+    )
+    assert times["slow host"] < times["slow device"] / 2, times
 
 
 @pytest.mark.parametrize(

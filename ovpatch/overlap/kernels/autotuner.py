@@ -55,6 +55,12 @@ TIE: Final = 0.02
 # Calls are timed together until a sample takes this long, since a launch alone takes microseconds.
 _SAMPLE_MS: Final = 2.0
 _MAX_CALLS: Final = 20
+# The longest time for which a GPU waits while the host launches the calls of a sample.
+_MAX_HOLD_MS: Final = 30.0
+# The factor for launches that take longer than the last ones did.
+_HOLD_MARGIN: Final = 1.5
+# No GPU has a higher clock, so a hold of this many cycles takes at least a millisecond.
+_CYCLES_PER_MS: Final = 2_100_000
 # The smallest time of a call, since a clock may show no time at all.
 _MIN_MS: Final = 1e-3
 # The time for all samples of all candidates, unless it allows less than the fewest rounds.
@@ -185,17 +191,21 @@ def measure_candidates(
         The times by candidate, or None if a rank has no time left.
     """
     single_ms = {}
+    launch_ms = {}
     for name, candidate in candidates.items():
         if not first_call(name, candidate):
             continue
         # One collective exchanges the time of a call and the overdrawn time. All ranks stop if one
         # has overdrawn its budget.
-        sample = max(_time_calls(candidate, 1, device), _MIN_MS)
-        single_ms[name], overtime = numbers.maximum([sample, -seconds_left()])
+        (hold_ms,) = numbers.maximum([_time_launch(candidate, device)])
+        sample = _time_calls(candidate, 1, device, hold_ms=min(hold_ms, _MAX_HOLD_MS))
+        single_ms[name], overtime = numbers.maximum([max(sample, _MIN_MS), -seconds_left()])
+        launch_ms[name] = hold_ms
         if overtime >= 0:
             return None
-    calls = {name: min(math.ceil(_SAMPLE_MS / ms), _MAX_CALLS) for name, ms in single_ms.items()}
-    round_ms = sum(single_ms[name] * calls[name] for name in single_ms)
+    calls = {name: _count_calls(ms, launch_ms[name]) for name, ms in single_ms.items()}
+    holds = {name: min(launch_ms[name] * calls[name], _MAX_HOLD_MS) for name in calls}
+    round_ms = sum(single_ms[name] * calls[name] + holds[name] for name in single_ms)
     rounds = min(max(int(_TOTAL_MS / round_ms), _MIN_ROUNDS), _MAX_ROUNDS)
     if _MIN_ROUNDS * round_ms / 1e3 > -numbers.maximum([-seconds_left()])[0]:
         return None
@@ -204,16 +214,48 @@ def measure_candidates(
         for name in single_ms if index % 2 == 0 else reversed(single_ms):
             # This exchange lets all ranks begin together.
             numbers.maximum([0.0])
-            sample = _time_calls(candidates[name], calls[name], device)
+            sample = _time_calls(candidates[name], calls[name], device, hold_ms=holds[name])
             samples[name].append(max(sample, _MIN_MS))
     slowest = {name: numbers.maximum(times) for name, times in samples.items()}
     return {name: statistics.median(times) for name, times in slowest.items()}
 
 
-def _time_calls(candidate: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Return the milliseconds of a call.
+def _count_calls(call_ms: float, launch_ms: float) -> int:
+    """Return the number of calls of a sample.
 
-    On a GPU, this is the time between two events, so that a slow host counts as well.
+    Args:
+        call_ms: The milliseconds of a call.
+        launch_ms: The milliseconds for which the host launches it.
+    """
+    held_calls = max(1, int(_MAX_HOLD_MS / max(launch_ms, _MIN_MS)))
+    return min(math.ceil(_SAMPLE_MS / call_ms), _MAX_CALLS, held_calls)
+
+
+def _time_launch(candidate: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds that the device has to wait so that the host launches a call; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    began = time.perf_counter()
+    candidate()
+    launched = time.perf_counter()
+    torch.cuda.synchronize(device)
+    return (launched - began) * 1e3 * _HOLD_MARGIN
+
+
+def _time_calls(
+    candidate: Callable[[], object], calls: int, device: torch.device, *, hold_ms: float
+) -> float:
+    """Return the milliseconds of one of several calls that follow each other.
+
+    On a GPU, this is the time between two events. A step hides a slow host if enough launches are
+    queued. So the device waits before the first event until the host has launched all calls. A
+    candidate whose host waits for the device is timed with its host.
+
+    Args:
+        candidate: The candidate.
+        calls: The number of calls.
+        device: The device.
+        hold_ms: The milliseconds for which a GPU waits, the same on all ranks.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -221,6 +263,7 @@ def _time_calls(candidate: Callable[[], object], calls: int, device: torch.devic
             candidate()
         return (time.perf_counter() - began) / calls * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(hold_ms * _CYCLES_PER_MS))
     begin.record()
     for _ in range(calls):
         candidate()
@@ -593,6 +636,8 @@ class Autotuner:
             "backend": backend_name(group, self._device),
             "torch": str(torch.__version__),
             "ovpatch": importlib.metadata.version("ovpatch"),
+            # Earlier versions counted a slow host, too.
+            "times": "on the device",
         }
 
 

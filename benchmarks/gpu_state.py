@@ -1,0 +1,64 @@
+"""The clock and the power of a GPU while a program runs on it."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# NVML renews its values about every 20 to 100 ms.
+_INTERVAL_S: Final = 0.02
+
+
+class GpuState:
+    """Samples of one GPU, taken by a thread; none without a GPU, or if pynvml is not installed.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # MHz of the multiprocessors and watts.
+        self._samples: list[tuple[float, float]] = []
+        # The reason why there are no samples, or "".
+        self.problem = "" if device.type == "cuda" else "no GPU"
+
+    def watch(self, run: Callable[..., T], *args: Any) -> T:
+        """Call a function, and sample until it returns."""
+        if self.problem:
+            return run(*args)
+        ended = threading.Event()
+        thread = threading.Thread(target=self._sample_until, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            return run(*args)
+        finally:
+            ended.set()
+            thread.join()
+
+    def medians(self) -> dict[str, float]:
+        """Return the medians of the clock and the power; empty without samples."""
+        if not self._samples:
+            return {}
+        clocks, powers = zip(*self._samples, strict=True)
+        return {
+            "mhz": statistics.median(clocks),
+            "watts": round(statistics.median(powers)),
+            "samples": len(clocks),
+        }
+
+    def _sample_until(self, ended: threading.Event) -> None:
+        while not ended.wait(_INTERVAL_S):
+            try:
+                clock = torch.cuda.clock_rate(self._device)
+                power = torch.cuda.power_draw(self._device)
+            except (ModuleNotFoundError, RuntimeError) as error:
+                self.problem = f"{type(error).__name__}: {error}"
+                return
+            self._samples.append((clock, power / 1e3))
