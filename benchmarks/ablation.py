@@ -13,7 +13,7 @@ computation and update without communication. ``limit, pauses`` is the same with
 total where communication would be: a GPU at its power limit computes faster after a rest, so it takes less than the
 sum. The rest of the sum is what an overlap cannot gain on such GPUs.
 
-On GPUs a row has the clocks and the power of each rank's GPU, and ``--profile FOLDER`` keeps rank 0's trace of three steps
+On GPUs a row has the clocks and the power of each rank's GPU. ``--profile FOLDER`` keeps rank 0's trace of three steps
 of each arm, for ``ovpatch timeline``.
 
 Memory: a rank of DP 2 x TP 4 has a quarter of Llama's 8.03e9 parameters. In bf16 (``--dtype bf16``: weights, gradients
@@ -140,12 +140,14 @@ class Pause(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
+        """Rest, and return the input."""
         ctx.ms = ms
         rest(ms)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Rest, and return the gradient."""
         rest(ctx.ms)
         return grad, None
 
@@ -212,7 +214,8 @@ STOCK: dict[str, Callable[[Problem], Step]] = {
     "stock, bucket view": lambda problem: trained(problem, gradient_as_bucket_view=True),
 }
 NONE = "ovpatch, no overlap"
-BULK, AUTO, FUSED = {"schedule": "bulk"}, {"schedule": "auto"}, {"schedule": "fused"}
+BULK, AUTO = {"schedule": "bulk"}, {"schedule": "auto"}
+FUSED, COPY = {"schedule": "fused"}, {"schedule": "copy"}
 OFF: dict[str, dict[str, Any]] = {
     "ddp": {"overlap_grad_reduce": False},
     "dist_optimizer": {"overlap_param_gather": False},
@@ -229,6 +232,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "ovpatch, all": ALL,
     "ovpatch, all, auto": ALL | {"tp_linear": AUTO},
     "ovpatch, all, fused": ALL | {"tp_linear": FUSED},
+    "ovpatch, all, copy": ALL | {"tp_linear": COPY},
     "ovpatch, ddp and tp_linear": {"ddp": {}, "tp_linear": BULK},
 }
 ARMS = [*STOCK, *OURS]

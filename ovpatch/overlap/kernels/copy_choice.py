@@ -29,7 +29,7 @@ from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.autotuner import Candidates, Tuning, add_report_line, get_autotuner
 from ovpatch.overlap.kernels.copy_collectives import Engine
-from ovpatch.overlap.kernels.copy_window import AllocateWindow, allocate_window
+from ovpatch.overlap.kernels.copy_window import SLOT_BYTES, AllocateWindow, allocate_window
 from ovpatch.overlap.kernels.symmetric_memory import triton_unavailable_reason
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Chosen:
         scatters: Whether the engine runs reduce-scatters.
         final: Whether the choice holds for all later calls.
         reason: The reason why there can be no engine, or "".
+        is_for_rows: Whether :func:`find_row_engine` has created it.
     """
 
     engine: Engine | None = None
@@ -56,9 +57,12 @@ class Chosen:
     scatters: bool = False
     final: bool = False
     reason: str = ""
+    is_for_rows: bool = False
 
 
 _NONE: Final = Chosen()
+#: The first part of the key of a group's engine for rows; see :func:`find_row_engine`.
+ROW_ENGINE: Final = "row engine"
 
 
 def get_choice(group: dist.ProcessGroup, device: torch.device) -> Chosen:
@@ -231,13 +235,7 @@ def choose(
         # Nothing is measured during a backward, for example for a step in a parameter hook.
         return ""
     if chosen.engine is None:
-        reason = memory.unsupported_reason(group, device, reason_against) or _wait_until_idle(
-            group, device
-        )
-        if not reason:
-            chosen.engine, reason = make_on_all(
-                group, lambda: Engine(group, device, allocate=allocate)
-            )
+        chosen.engine, reason = make_engine(group, device, allocate=allocate)
         if reason:
             chosen.final = True
             chosen.reason = reason
@@ -272,6 +270,57 @@ def choose(
         # Free the memory of the engine.
         chosen.engine = None
     return ""
+
+
+def make_engine(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    slot_bytes: int = SLOT_BYTES,
+    allocate: AllocateWindow = allocate_window,
+) -> tuple[Engine | None, str]:
+    """Create an engine on all ranks or on none, which call this together.
+
+    Returns:
+        The engine and "", or None and the reason, which is the same on all ranks.
+    """
+    reason = memory.unsupported_reason(group, device, reason_against) or _wait_until_idle(
+        group, device
+    )
+    if reason:
+        return None, reason
+    return make_on_all(
+        group, lambda: Engine(group, device, allocate=allocate, slot_bytes=slot_bytes)
+    )
+
+
+def find_row_engine(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    slot_bytes: int,
+    *,
+    allocate: AllocateWindow = allocate_window,
+) -> Chosen:
+    """Return a group's engine for rows of matrices, which no measurement chooses.
+
+    The first call is a collective. It is another engine than that of :func:`choose`, because the
+    halves of an engine belong to one order of calls.
+    """
+    register_at_exit(_at_exit)
+
+    def make() -> Chosen:
+        engine, reason = make_engine(group, device, slot_bytes=slot_bytes, allocate=allocate)
+        if engine is not None:
+            sums = memory.unsupported_reason(group, device, _explain_missing_sums)
+            engine, reason = (None, sums) if sums else (engine, "")
+        return Chosen(engine, final=True, reason=reason, is_for_rows=True)
+
+    return group_state(group).get_or_create((ROW_ENGINE, device), make)
+
+
+def list_row_objections() -> list[str]:
+    """Return the reasons for which groups have no engine for rows."""
+    return sorted({found.reason for _, found in group_values(Chosen) if found.is_for_rows} - {""})
 
 
 def reason_against(device: torch.device) -> str:

@@ -100,6 +100,8 @@ class Engine:
         # The peers, from the next rank on, so that not all ranks read from the same rank at a time.
         self._peers = [(self._rank + i) % self._world for i in range(1, self._world)]
         self._slot_bytes = slot_bytes
+        # Each peer writes its term of a sum to its own slot of this rank's half.
+        self._peer_slot_bytes = slot_bytes // max(self._world - 1, 1) // _GRAIN * _GRAIN
         self._device = device
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._addresses = [memory.data_ptr() for memory in self._window.ranks]
@@ -165,8 +167,7 @@ class Engine:
         item, sizes = dtype.itemsize, tuple(output.numel() for output in outputs)
         sums = _addresses(outputs)
         full_addresses = _addresses(inputs, [item * size for size in sizes], self._world)
-        # Each peer writes to its own slot of this rank's half.
-        slot = self._slot_bytes // (self._world - 1) // _GRAIN * _GRAIN
+        slot = self._peer_slot_bytes
         scale = 1 / self._world if average else 1.0
 
         # This rank copies each peer's part of the inputs to its slot in the window of that peer.
@@ -185,11 +186,7 @@ class Engine:
             return batch
 
         def take(half: int, pieces: Sequence[Piece], stream: int) -> None:
-            base, memory = self._addresses[self._rank], self._window.ranks[self._rank].view(dtype)
-            slots: list[Span | None] = [None] * self._world
-            for rank in self._peers:
-                place = half + self._get_slot_index(rank, self._rank) * slot
-                slots[rank] = Span(memory, place // item, slot // item, base + place)
+            slots = self._make_slots(half, dtype)
             # The term of this rank is read from the input itself.
             addends = []
             for tensor, begin, end, at in pieces:
@@ -206,6 +203,82 @@ class Engine:
             launched = self._streams.begin()
             self._run(rounds(sizes, slot // item, _GRAIN // item), lay_out, take)
             return [self._streams.end(launched, [*outputs, *inputs])]
+
+    # --- one tensor, rank after rank ---
+
+    def fits(self, nbytes: int, *, is_sum: bool = False) -> bool:
+        """Return whether one rank's part has room in a round, as the next two methods need it.
+
+        Args:
+            nbytes: The bytes of the part.
+            is_sum: Whether each peer writes its own term of the part. Default: False.
+        """
+        return nbytes <= (self._peer_slot_bytes if is_sum else self._slot_bytes)
+
+    def gather_in_turn(self, output: Tensor, part: Tensor) -> list[tuple[int, Work]]:
+        """Start to gather one contiguous tensor; return the peers and a handle of each one's part.
+
+        Args:
+            output: The parts of all ranks, in the order of ranks.
+            part: The part of this rank, which :meth:`fits`. It is at its place in ``output`` when the
+                last handle has waited.
+        """
+        size = part.nbytes
+        (full,) = _addresses([output], [size], self._world)
+        (own,) = _addresses([part])
+        with self._issue_completely():
+            launched = self._streams.begin()
+            half = self._take_half()
+            slot = self._addresses[self._rank] + half
+            self._window.copy(Batch([slot], [own], [size]), self._streams.lay_out())
+            stream = self._streams.take()
+            self._window.meet(stream)
+            self._streams.met()
+            arrivals = []
+            for rank in self._peers:
+                batch = Batch([full + rank * size], [self._addresses[rank] + half], [size])
+                if rank == self._peers[-1]:
+                    # Nobody waits for this copy alone, so it comes last.
+                    batch.to.append(full + self._rank * size)
+                    batch.of.append(own)
+                    batch.sizes.append(size)
+                self._window.copy(batch, stream)
+                arrivals.append((rank, self._streams.end(launched, [output, part])))
+            return arrivals
+
+    def scatter_in_turn(self, output: Tensor, compute: Callable[[int], Tensor]) -> Work:
+        """Start to sum terms over the ranks, as :meth:`scatter` does, while they are computed.
+
+        Args:
+            output: The sum of all ranks' terms of this rank's part, contiguous.
+            compute: Launches the computation of a rank's term, on the current stream. The terms are
+                contiguous and :meth:`fits` holds for them. This rank's own term comes last, and hides
+                the copies.
+        """
+        item = output.itemsize
+        with self._issue_completely():
+            half = self._take_half()
+            terms = []
+            for rank in self._peers:
+                terms.append(compute(rank))
+                (term,) = _addresses(terms[-1:], [output.nbytes])
+                self._streams.begin()
+                place = half + self._get_slot_index(self._rank, rank) * self._peer_slot_bytes
+                batch = Batch([self._addresses[rank] + place], [term], [output.nbytes])
+                self._window.copy(batch, self._streams.lay_out())
+            stream = self._streams.take()
+            self._window.meet(stream)
+            self._streams.met()
+            terms.append(compute(self._rank))
+            launched = self._streams.begin()
+            slots = self._make_slots(half, output.dtype)
+            (own,) = _addresses(terms[-1:], [output.nbytes])
+            count = output.nbytes // item
+            addend = Addend(
+                Span(terms[-1], 0, count, own), Span(output, 0, count, output.data_ptr()), 0
+            )
+            add_slots(slots, [addend], 1.0, stream)
+            return self._streams.end(launched, [output, *terms])
 
     @functools.cached_property
     def number(self) -> Tensor:
@@ -261,15 +334,31 @@ class Engine:
         take: Callable[[int, Sequence[Piece], int], None],
     ) -> None:
         for pieces in cut:
-            # The offset of this round's half in the window.
-            half = self._half * self._slot_bytes
-            self._half = 1 - self._half
+            half = self._take_half()
             self._window.copy(lay_out(half, pieces), self._streams.lay_out())
             stream = self._streams.take()
             # No rank reads a slot before all ranks have written, see [Note: two halves].
             self._window.meet(stream)
             self._streams.met()
             take(half, pieces, stream)
+
+    def _take_half(self) -> int:
+        """Return the offset of the next round's half in the window."""
+        half = self._half * self._slot_bytes
+        self._half = 1 - self._half
+        return half
+
+    def _make_slots(self, half: int, dtype: torch.dtype) -> list[Span | None]:
+        """Return the slots in which peers have written terms for this rank, by rank; its own is None."""
+        base, memory = self._addresses[self._rank], self._window.ranks[self._rank].view(dtype)
+        size = self._peer_slot_bytes
+        slots: list[Span | None] = [None] * self._world
+        for rank in self._peers:
+            place = half + self._get_slot_index(rank, self._rank) * size
+            slots[rank] = Span(
+                memory, place // dtype.itemsize, size // dtype.itemsize, base + place
+            )
+        return slots
 
     def _get_slot_index(self, sender: int, owner: int) -> int:
         """Return the index of the slot of ``owner`` that ``sender`` writes to."""

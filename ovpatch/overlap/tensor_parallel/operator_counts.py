@@ -12,11 +12,13 @@ class OperatorCounts(Protocol):
         calls: Forward passes through operators of compiled graphs. The callers of eager operators count those.
         compiled_calls: The same forward passes through compiled graphs.
         fused: GEMMs that the kernels of schedule ``fused`` computed, forward and backward.
+        copied: Gathers and sums whose rows copy engines moved, forward and backward.
     """
 
     calls: int
     compiled_calls: int
     fused: int
+    copied: int
 
 
 class _UnreportedCounts:
@@ -25,6 +27,7 @@ class _UnreportedCounts:
     calls = 0
     compiled_calls = 0
     fused = 0
+    copied = 0
 
 
 counts: OperatorCounts = _UnreportedCounts()

@@ -61,6 +61,12 @@ SCHEDULES: Final = (
         keeps_operands=False,
     ),
     ScheduleInfo(
+        "copy",
+        "copied:Copied",
+        "copy engines move rows under GEMMs of other rows, on the GPUs of one host; elsewhere it is an error.",
+        is_experimental=True,
+    ),
+    ScheduleInfo(
         "auto",
         "autotuned:Auto",
         "the fastest of these for an operator and its shape; all ranks measure once and cache the result in "

@@ -22,7 +22,7 @@ from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensor_parallel.functional import all_gather_linear, linear_reduce_scatter
 from ovpatch.overlap.tensor_parallel.schedule_table import get_schedule_info
-from ovpatch.overlap.tensor_parallel.schedules.fused import find_fused_objection
+from ovpatch.overlap.tensor_parallel.schedules import find_schedule_objection
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.megatron_options import OPTIONS
 from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_fallback
@@ -186,7 +186,7 @@ class LinearPatches:
             group, "megatron", self, lambda: _list_terms(self._terms, x), remedy=_REMEDY
         )
         schedule = self._schedule_options["schedule"]
-        if schedule == "fused" and (reason := find_fused_objection(group, x.device.type)):
+        if reason := find_schedule_objection(schedule, group, x.device.type):
             refuse_option("megatron", OPTIONS, "schedule", schedule, reason)
 
     def _find_foreign_function(self, linear: Any) -> str:

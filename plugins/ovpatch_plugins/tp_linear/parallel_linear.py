@@ -23,8 +23,7 @@ from ovpatch.overlap.tensor_parallel.operators import (
     multiply_weight_grad,
 )
 from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE
-from ovpatch.overlap.tensor_parallel.schedules import find_schedule
-from ovpatch.overlap.tensor_parallel.schedules.fused import Fused, find_fused_objection
+from ovpatch.overlap.tensor_parallel.schedules import find_schedule, find_schedule_objection
 from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
 from ovpatch_plugins.tp_linear.linear_plan import FEATURES, OpPlan, ShardedLinear, Style
 from ovpatch_plugins.tp_linear.precomputed import claim_output
@@ -84,14 +83,14 @@ def agree_on_terms(mesh: DeviceMesh) -> None:
 
     Raises:
         RankMismatchError: The settings of ranks differ.
-        OptionError: The ranks cannot use the kernels that the user has chosen.
+        OptionError: The ranks cannot run the schedule that the user has chosen.
     """
     group = mesh.get_group()
     check_consistent_once(
         group, "tp_linear", tp_group.get_generation(), lambda: STATE.terms, remedy=_REMEDY
     )
-    schedule = STATE.terms.get("schedule")
-    if schedule == Fused.name and (reason := find_fused_objection(group, mesh.device_type)):
+    schedule = STATE.terms["schedule"]
+    if reason := find_schedule_objection(schedule, group, mesh.device_type):
         refuse_option("tp_linear", OPTIONS, "schedule", schedule, reason)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel.style import (
 from ovpatch.hookspecs import note_failures
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.tensor_parallel import layout, tp_group
-from ovpatch.overlap.tensor_parallel.schedules import fused
+from ovpatch.overlap.tensor_parallel.schedules import drop_schedule_support
 from ovpatch_plugins.tp_linear.linear_plan import Style
 from ovpatch_plugins.tp_linear.parallel_linear import STATE, Linear, TPLinear, agree_on_terms
 from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
@@ -158,7 +158,7 @@ def detach_all() -> None:
     STOCK_REASONS.clear()
     layout.SPECS.clear()
     tp_group.drop_tp_groups()
-    fused.drop_fused_support()
+    drop_schedule_support()
 
 
 def _list_layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:

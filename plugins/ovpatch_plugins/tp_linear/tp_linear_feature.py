@@ -59,11 +59,9 @@ def list_remarks() -> Sequence[str]:
     # A module that the job has not imported has nothing to report, and a report must not import it.
     autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
-    fused = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
-    if fused is not None:
-        remarks += [
-            f"schedule fused computes as bulk does: {reason}" for reason in fused.list_objections()
-        ]
+    schedules = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules")
+    if schedules is not None:
+        remarks += schedules.list_schedule_objections()
     attach = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")
     if attach is not None:
         remarks += [

@@ -16,6 +16,7 @@ class Counters(FeatureCounters):
         shared_calls: Calls whose GEMM was computed together with a gather for several linears.
         compiled_calls: Calls that were part of a compiled graph, with option ``compiled``.
         fused: GEMMs, forward and backward, by kernels of schedule ``fused``, also while ``auto`` measured.
+        copied: Gathers and sums, forward and backward, whose rows copy engines moved, also while ``auto`` measured.
         stock_calls: Forward passes through attached linears that stock PyTorch computed.
         unused: GEMMs that were computed together with a gather, but that no linear used.
     """
@@ -26,6 +27,7 @@ class Counters(FeatureCounters):
     shared_calls: int = 0
     compiled_calls: int = 0
     fused: int = 0
+    copied: int = 0
     stock_calls: int = 0
     unused: int = 0
 

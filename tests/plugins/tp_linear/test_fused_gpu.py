@@ -1,4 +1,4 @@
-"""Schedule ``fused`` on GPUs: its values, also with streams, graphs, growing buffers and late ranks."""
+"""Schedules ``fused`` and ``copy`` on GPUs: their values, also with streams, graphs, growing buffers and late ranks."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def pair(
     return call, x
 
 
-def late(rounds: int) -> int:
+def late(rounds: int, schedule: str) -> int:
     """Return the number of wrong values of calls on two streams; ranks and streams are late at random."""
     calls = [pair(seed)[0] for seed in (1, 2)]
-    wanted = [call() for call in calls]
+    wanted = [call(schedule) for call in calls]
     for call, right in zip(calls, wanted, strict=True):
         assert torch.allclose(call("stock").float(), right.float(), 1e-2, 1.0)
     streams, chance = (
@@ -97,15 +97,16 @@ def late(rounds: int) -> int:
         for call, stream, right, count in zip(calls, streams, wanted, counts, strict=True):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(int(torch.randint(300_000, (), generator=chance)))
-                count += (call() != right).sum()
+                count += (call(schedule) != right).sum()
         if i % 7 == 0:
             time.sleep(float(torch.rand((), generator=chance)) / 500)
     torch.cuda.synchronize()
     return int(sum(counts))
 
 
-def test_late_ranks_and_streams_change_nothing(ranks, gpus):
-    assert ranks(gpus)(late, 1000, **NCCL) == [0] * gpus
+@pytest.mark.parametrize("schedule", ["fused", "copy"])
+def test_late_ranks_and_streams_change_nothing(ranks, gpus, schedule):
+    assert ranks(gpus)(late, 1000, schedule, **NCCL) == [0] * gpus
 
 
 def replayed() -> list[bool]:
@@ -145,9 +146,10 @@ def test_graphs_and_eager_calls_alternate(ranks, gpus):
         assert all(found), found
 
 
-def test_errors_of_blocks_are_no_larger_than_in_stock_pytorch(ranks):
+@pytest.mark.parametrize(("schedule", "counter"), [("fused", "fused"), ("copy", "copied")])
+def test_errors_of_blocks_are_no_larger_than_in_stock_pytorch(ranks, schedule, counter):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
-    options = {"schedule": "fused"}
+    options = {"schedule": schedule}
     for checkpointing in ("", "not reentrant"):
         case = {
             "dtype": torch.bfloat16,
@@ -158,7 +160,7 @@ def test_errors_of_blocks_are_no_larger_than_in_stock_pytorch(ranks):
         for single, result in zip(
             exact, ranks(2)(both, test_llama.llama, options=options, **case, **NCCL), strict=True
         ):
-            assert result["counters"]["fused"] > 0
+            assert result["counters"][counter] > 0
             truth, error = single[0]["grad"], {}
             for arm in ("stock", "patched"):
                 grads = result[arm][0]["grad"].items()

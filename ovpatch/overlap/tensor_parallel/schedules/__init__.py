@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.overlap.tensor_parallel.schedule_table import (
     DEFAULT_SCHEDULE,
@@ -13,6 +14,9 @@ from ovpatch.overlap.tensor_parallel.schedule_table import (
     get_schedule_info,
 )
 from ovpatch.overlap.tensor_parallel.schedules.stock import Schedule
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def find_schedule(name: str, chunks: int, *, regathers: bool = False) -> Schedule:
@@ -58,6 +62,48 @@ def _make_auto(implementation: str, chunks: int, regathers: bool) -> Schedule:
         f"auto{chunks}", arms, DEFAULT_SCHEDULE, regathers=regathers
     )
     return schedule_object
+
+
+def find_schedule_objection(name: str, group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the reason why the ranks of a group cannot run a named schedule; "" if they can.
+
+    This is a collective. All ranks get the same result.
+    """
+    if name == "fused":
+        from ovpatch.overlap.tensor_parallel.schedules.fused import find_fused_objection
+
+        return find_fused_objection(group, device_type)
+    if name == "copy":
+        from ovpatch.overlap.tensor_parallel.schedules.copied import find_copy_objection
+
+        return find_copy_objection(group, device_type)
+    return ""
+
+
+# The modules of schedules that need the GPUs of one host. A report imports none of them.
+_ONE_HOST_MODULES: Final = {"fused": "fused", "copy": "copied"}
+
+
+def list_schedule_objections() -> list[str]:
+    """Return a line for each schedule that computes as ``bulk`` does on a group, with the reason."""
+    return [
+        f"schedule {name} computes as bulk does: {reason}"
+        for name, module in _loaded_modules()
+        for reason in module.list_objections()
+    ]
+
+
+def drop_schedule_support() -> None:
+    """Drop what schedules keep for all groups: objections, memory, copy engines."""
+    for _, module in _loaded_modules():
+        module.drop_support()
+
+
+def _loaded_modules() -> list[tuple[str, Any]]:
+    found = {
+        name: sys.modules.get(f"{__name__}.{module}") for name, module in _ONE_HOST_MODULES.items()
+    }
+    return [(name, module) for name, module in found.items() if module is not None]
 
 
 def _find_class(implementation: str) -> Any:

@@ -253,7 +253,7 @@ def list_objections() -> list[str]:
     return sorted({objection for _, objection in group_values(_Objection) if objection})
 
 
-def drop_fused_support() -> None:
+def drop_support() -> None:
     """Drop the objections and the workspaces of all groups."""
     drop_values(_Objection)
     drop_values(Workspace)
