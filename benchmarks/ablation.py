@@ -11,7 +11,8 @@ features and counters: an overlap with counter 0 was not active.
 without DTensor's dispatch, one all-gather for q, k and v, and sharded updates. The arm ``limit`` is a rank's
 computation and update without communication. ``limit, pauses`` is the same with a GPU that rests for ``--pause-ms`` in
 total where communication would be: a GPU at its power limit computes faster after a rest, so it takes less than the
-sum. The rest of the sum is what an overlap cannot gain on such GPUs.
+sum. The rest of the sum is what an overlap cannot gain on such GPUs. ``limit, copies`` copies as many bytes to another
+GPU as a step sends, and waits for none of the copies: an overlap that costs nothing but power and bandwidth.
 
 On GPUs a row has the clocks and the power of each rank's GPU. ``--profile FOLDER`` keeps rank 0's trace of three steps
 of each arm, for ``ovpatch timeline``.
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import statistics
@@ -135,20 +137,20 @@ def trained(problem: Problem, **kwargs: Any) -> Step:
     return step
 
 
-class Pause(torch.autograd.Function):
-    """A rest of the GPU in the forward, and one in the backward, as long as a collective."""
+class Point(torch.autograd.Function):
+    """A place where :func:`trained` communicates: a function is called there, in the forward and in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
-        """Rest, and return the input."""
-        ctx.ms = ms
-        rest(ms)
+    def forward(ctx: Any, x: Tensor, act: Callable[[], object]) -> Tensor:
+        """Call the function, and return the input."""
+        ctx.act = act
+        act()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Rest, and return the gradient."""
-        rest(ctx.ms)
+        """Call the function, and return the gradient."""
+        ctx.act()
         return grad, None
 
 
@@ -158,34 +160,80 @@ def rest(ms: float) -> None:
         torch.cuda._sleep(int(ms * CYCLES_PER_MS))
 
 
-def paused_limit(problem: Problem) -> Step:
-    """The step of :func:`limit` with rests where :func:`trained` communicates."""
-    return limit(problem, problem.pause_ms)
-
-
-def add_pauses(model: Decoder, ms: float) -> None:
-    """Let the GPU rest for some time in total where tensor parallelism gathers and scatters, forward and backward."""
-    parts = [part for block in model.blocks for part in (block.attention, block.feed_forward)]
-    each = ms / (4 * len(parts))
-    for part in parts:
-        part.register_forward_pre_hook(
-            lambda module, args: (Pause.apply(args[0], each), *args[1:]), prepend=True
-        )
-        part.register_forward_hook(lambda module, args, output: Pause.apply(output, each))
-
-
-def limit(problem: Problem, pause_ms: float = 0.0) -> Step:
-    """Forward and backward of a rank's part of the model, and the update of its shard.
+class PeerCopies:
+    """Copies to the next GPU on another stream, which nothing waits for before the end of a step.
 
     Args:
-        problem: What is trained.
-        pause_ms: The milliseconds of a step in which the GPU rests: half of them in the blocks, and a quarter each
-            before and after the update.
+        nbytes: The bytes of a copy.
     """
+
+    def __init__(self, nbytes: int) -> None:
+        own = device()
+        count = torch.cuda.device_count()
+        peer = torch.device("cuda", (own.index + 1) % count)
+        self._source = torch.zeros(nbytes, dtype=torch.uint8, device=own)
+        self._target = torch.zeros(nbytes, dtype=torch.uint8, device=peer)
+        self._stream = torch.cuda.Stream(own)
+
+    def start(self) -> None:
+        """Start a copy after the work of the current stream."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._target.copy_(self._source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Let the current stream wait for all copies."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def add_points(model: Decoder, act: Callable[[], object]) -> None:
+    """Call a function where tensor parallelism gathers and scatters, eight times in the step of a block."""
+    for part in (part for block in model.blocks for part in (block.attention, block.feed_forward)):
+        part.register_forward_pre_hook(
+            lambda module, args: (Point.apply(args[0], act), *args[1:]), prepend=True
+        )
+        part.register_forward_hook(lambda module, args, output: Point.apply(output, act))
+
+
+def limit(problem: Problem) -> Step:
+    """Forward and backward of a rank's part of the model, and the update of its shard."""
     model = problem.model()
     alone(model, problem.mesh["tp"].size())
-    if pause_ms:
-        add_pauses(model, pause_ms / 2)
+    return limit_step(problem, model)
+
+
+def paused_limit(problem: Problem) -> Step:
+    """:func:`limit` with rests: half of the time in the blocks, a quarter before the update and one after it."""
+    model = problem.model()
+    alone(model, problem.mesh["tp"].size())
+    ms = problem.pause_ms
+    add_points(model, functools.partial(rest, ms / 2 / (8 * len(model.blocks))))
+    outside = functools.partial(rest, ms / 4)
+    return limit_step(problem, model, before_update=outside, after_update=outside)
+
+
+def loaded_limit(problem: Problem) -> Step:
+    """:func:`limit` with copies of as many bytes as :func:`trained` sends, which nothing waits for."""
+    model = problem.model()
+    tp, dp = problem.mesh["tp"].size(), problem.mesh["dp"].size()
+    alone(model, tp)
+    points = 8 * len(model.blocks)
+    rows = problem.tokens.numel() // tp
+    item = problem.dtype.itemsize
+    replicas = 2 * item * sum(p.numel() for p in model.parameters()) * (dp - 1) / dp
+    shards = rows * problem.shape.width * torch.bfloat16.itemsize * (tp - 1)
+    copies = PeerCopies(int(shards + replicas / points))
+    add_points(model, copies.start)
+    return limit_step(problem, model, after_update=copies.wait)
+
+
+def limit_step(
+    problem: Problem,
+    model: Decoder,
+    before_update: Callable[[], object] = lambda: None,
+    after_update: Callable[[], object] = lambda: None,
+) -> Step:
+    """Return the step of a rank's part of the model, with the update of its shard."""
     tokens, targets = (ids % model.output.out_features for ids in (problem.tokens, problem.targets))
     count = sum(param.numel() for param in model.parameters()) // problem.mesh["dp"].size()
     share = torch.zeros(count, device=device(), dtype=problem.dtype)
@@ -194,11 +242,9 @@ def limit(problem: Problem, pause_ms: float = 0.0) -> Step:
 
     def step() -> Tensor:
         loss = problem.backward(model, tokens, targets)
-        if pause_ms:
-            rest(pause_ms / 4)
+        before_update()
         optimizer.step()
-        if pause_ms:
-            rest(pause_ms / 4)
+        after_update()
         model.zero_grad()
         return loss
 
@@ -210,6 +256,7 @@ def limit(problem: Problem, pause_ms: float = 0.0) -> Step:
 STOCK: dict[str, Callable[[Problem], Step]] = {
     "limit": limit,
     "limit, pauses": paused_limit,
+    **({"limit, copies": loaded_limit} if CUDA else {}),
     "stock": trained,
     "stock, bucket view": lambda problem: trained(problem, gradient_as_bucket_view=True),
 }

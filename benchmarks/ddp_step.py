@@ -26,6 +26,7 @@ import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, described, device, merged, start, timed
+from ovpatch.overlap.comm.step_flags import PERIOD_STEPS
 
 ARMS: dict[str, dict[str, Any]] = {
     "no sync": {"sync": False},
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences per device and microbatch")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=PERIOD_STEPS + 4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--fp32", action="store_true", help="no autocast")

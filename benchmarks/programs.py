@@ -40,6 +40,7 @@ import torch
 
 from benchmarks.program_runs import Program, ProgramError
 from benchmarks.runs import CUDA, described
+from ovpatch.overlap.comm.step_flags import PERIOD_STEPS
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SCRIPTS: Final = Path(__file__).resolve().with_suffix("")
@@ -483,7 +484,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rounds", type=int, help="rounds of each variant (3; --quick 2, --cpu-time 5)"
     )
     parser.add_argument(
-        "--warmup", type=int, default=10, help="steps of a program that are not timed"
+        "--warmup", type=int, default=PERIOD_STEPS + 4, help="steps of a program that are not timed"
     )
     parser.add_argument(
         "--steps",

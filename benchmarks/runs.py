@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
+from ovpatch.overlap.comm.step_flags import PERIOD_STEPS
 from ovpatch.overlap.kernels import autotuner
 
 CUDA = torch.cuda.is_available()
@@ -173,7 +174,12 @@ def described(
 def add_timing(parser: argparse.ArgumentParser, *, rounds: int) -> None:
     """Add the options of how often is run and timed, and where the result goes."""
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=PERIOD_STEPS + 4,
+        help="steps before the timed ones; in its first steps, ddp waits for what ranks agree on",
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
         "--arm-timeout",

@@ -101,7 +101,7 @@ SHORT: list[Row] = [
     Row("moe_layer", "--shape qwen3 --backward --rounds 2", least=2),
     Row(
         "zero_step",
-        f"--size 1b --accumulate 16 --steps 2 --warmup 2 --rounds 2 --arms {_DATA_PARALLEL}",
+        f"--size 1b --accumulate 16 --steps 2 --rounds 2 --arms {_DATA_PARALLEL}",
         least=2,
     ),
     Row("zero_alone", "--size 1b --rounds 5", world=1),

@@ -205,7 +205,7 @@ class TPLinear(ShardedLinear):
                 output_placement=plan.output_placement,
             )
         COUNTERS.calls += 1
-        output = run_operator(call, x, weight, bias)
+        output = run_operator(call, x, find_leaf(weight), find_leaf(bias))
         # This operator returns an output for each of its linears.
         if plan.operator == "gather_linear":
             output = output[0]
@@ -318,6 +318,22 @@ class Linear(nn.Linear):
 
     # inspect.signature() must show the annotations of nn.Linear.
     forward.__annotations__ = dict(nn.Linear.forward.__annotations__)
+
+
+def find_leaf(param: Any) -> Any:
+    """Return the local parameter behind a DTensor that an operator can use instead; otherwise the DTensor itself.
+
+    [Note: gradients in time] ``DistributedDataParallel(device_mesh=)`` has local parameters, and its first forward makes
+    a DTensor of each one, whose nodes stay for all steps. The engine runs ready nodes by age, the oldest last. So all
+    gradients would reach their parameters at the end of the backward, and no reduction would run under it. The gradient
+    of a shard is a shard, to which the node does nothing.
+    """
+    if type(param) is not DTensor or not param.placements[0].is_shard() or param._backward_hooks:
+        return param
+    node = param.grad_fn
+    if type(node).__name__ != "_FromTorchTensorBackward" or param.retains_grad:
+        return param
+    return getattr(node.next_functions[0][0], "variable", param)
 
 
 def _read_params(linear: nn.Linear) -> tuple[Any, Any]:

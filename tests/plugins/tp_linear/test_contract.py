@@ -412,3 +412,43 @@ def test_two_dimensional_meshes(ranks, kind):
         equal(result["stock"], result["patched"])
         counted = result["counters"]
         assert (counted["calls"], counted["shared_calls"], counted["stock_calls"]) == (16, 10, 0)
+
+
+def order_of_gradients() -> list[str]:
+    """Return what gets its gradient in a backward: the linears' weights, and the output of the first layer."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    torch.manual_seed(0)
+    meshes = mesh(1, dist.get_world_size(), names=("dp", "tp"))
+    model: nn.Module = parallel_llama(Llama(layers=2), meshes["tp"])
+    wrapped = DDP(model, device_mesh=meshes["dp"])
+    found: list[str] = []
+    for name, param in wrapped.module.named_parameters():
+        if param.dim() == 2:
+            param.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+
+    def watch_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: found.append("output of the first layer"))
+
+    wrapped.module.layers[0].register_forward_hook(watch_output)
+    given = torch.arange(24).view(2, 12)
+    for _ in range(2):
+        found.clear()
+        wrapped(given).square().mean().backward()
+    return found
+
+
+def test_gradients_of_weights_under_ddp_arrive_while_backward_computes(ranks):
+    for stock, ours in ranks(2)(orders_of_gradients):
+        assert sorted(stock) == sorted(ours)
+        split = ours.index("output of the first layer")
+        early = {name for name in ours[:split] if name.startswith("layers.1.")}
+        assert early == {name for name in ours if name.startswith("layers.1.")}
+        # The old nodes of DTensors run last.
+        assert stock[0] == "output of the first layer"
+
+
+def orders_of_gradients() -> tuple[list[str], list[str]]:
+    stock = order_of_gradients()
+    with ovpatch.applied("tp_linear", "ddp"):
+        return stock, order_of_gradients()

@@ -38,7 +38,7 @@ def copies_allowed(slot_bytes: int = 1 << 20) -> Iterator[None]:
     with (
         mock.patch.object(copied, "allocate_window", windows.allocate),
         mock.patch.object(copied, "_SLOT_BYTES", slot_bytes),
-        mock.patch.object(memory, "unsupported_reason", lambda *args, **kwargs: ""),
+        mock.patch.object(memory, "unsupported_reason", return_value=""),
     ):
         copied.drop_support()
         yield
