@@ -238,7 +238,7 @@ class Engine:
             for rank in self._peers:
                 batch = Batch([full + rank * size], [self._addresses[rank] + half], [size])
                 if rank == self._peers[-1]:
-                    # Nobody waits for this copy alone, so it comes last.
+                    # No caller waits for this copy alone, so it comes last.
                     batch.to.append(full + self._rank * size)
                     batch.of.append(own)
                     batch.sizes.append(size)

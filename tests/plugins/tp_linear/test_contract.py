@@ -415,7 +415,7 @@ def test_two_dimensional_meshes(ranks, kind):
 
 
 def order_of_gradients() -> list[str]:
-    """Return what gets its gradient in a backward: the linears' weights, and the output of the first layer."""
+    """Return the names of linears' weights and of the first layer's output in the order of their gradients."""
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     torch.manual_seed(0)
