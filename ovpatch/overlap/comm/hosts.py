@@ -378,7 +378,9 @@ def find_shards_objection(group: dist.ProcessGroup, device: torch.device) -> str
     backend = backend_name(group, device)
     if (backend, device.type) in _SHARDING_BACKENDS:
         return ""
-    return f"shards within hosts need gloo on the CPU or NCCL on CUDA, not {backend} on {device.type}"
+    return (
+        f"shards within hosts need gloo on the CPU or NCCL on CUDA, not {backend} on {device.type}"
+    )
 
 
 # The backends whose collectives keep shards within hosts, with the type of the device.

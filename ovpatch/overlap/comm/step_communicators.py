@@ -81,9 +81,7 @@ def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
         communicators.clear()
 
 
-def close_communicator(
-    communicator: dist.ProcessGroup, device_type: str, *, aborts: bool
-) -> None:
+def close_communicator(communicator: dist.ProcessGroup, device_type: str, *, aborts: bool) -> None:
     """Shut a communicator down after its collectives, or abort these.
 
     Args:
