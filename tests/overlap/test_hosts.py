@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from ovpatch.overlap.comm import hosts
 from ovpatch.overlap.comm.hosts import HostGroups, HostLayout
 
 
@@ -92,6 +98,79 @@ def test_after_a_failed_stage_no_later_stage_starts():
     ):
         reductions.start("c")
     assert ("c", 0) not in reductions.started
+
+
+class StreamWork:
+    """A collective for which a stream waits; it notes the stream."""
+
+    def __init__(self, launches: StreamLaunches, name: str) -> None:
+        self.launches = launches
+        self.name = name
+
+    def wait(self) -> None:
+        self.launches.events.append(f"{self.launches.current} waits for {self.name}")
+
+
+class StreamLaunches:
+    """The collectives that the host launches, and the streams that wait for them, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.current = "script"
+        self.groups = HostGroups.__new__(HostGroups)
+        self.groups._streams = {}
+
+    def launch(self, name: str) -> list[StreamWork]:
+        self.events.append(f"{name} follows {self.current}")
+        return [StreamWork(self, name)]
+
+    @contextmanager
+    def switch(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def test_the_host_launches_all_stages_at_once_and_another_stream_waits_between_them():
+    launches = StreamLaunches()
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    with (
+        mock.patch.object(hosts, "unwatched_stream", launches.switch),
+        mock.patch.object(torch.cuda, "Stream", side_effect=["side", "second"]),
+    ):
+        reductions = [
+            launches.groups.start_on_streams(
+                [
+                    lambda name=name: launches.launch(f"{name} within"),
+                    lambda name=name: launches.launch(f"{name} across"),
+                ],
+                (tensor,),
+            )
+            for name in "ab"
+        ]
+    del tensor
+    assert launches.events == [
+        "a within follows script",
+        "side waits for a within",
+        "a across follows side",
+        "b within follows script",
+        "side waits for b within",
+        "b across follows side",
+    ]
+    launches.events.clear()
+    reductions[0].wait()
+    assert alive() is not None, "b still reads it"
+    launches.current = "another stream"
+    reductions[1].wait()
+    assert alive() is None
+    # The end of a backward may wait on another stream than its middle.
+    reductions[0].wait()
+    assert launches.events == [
+        "script waits for a across",
+        "another stream waits for b across",
+        "another stream waits for a across",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,27 @@ FAULTS: Final = (
     Fault(
         "hosts do not sum their shards",
         "ovpatch/overlap/comm/hosts.py",
-        "groups.start([lambda: sum_within(shards, inputs), sum_across])",
-        "groups.start([lambda: sum_within(shards, inputs)])",
+        "[lambda: reduce_within(shards, inputs), lambda: reduce_across([staged])]",
+        "[lambda: reduce_within(shards, inputs)]",
         ("tests/hosts/test_shards.py",),
+    ),
+    Fault(
+        "streams do not sum the shards of hosts",
+        "ovpatch/overlap/comm/hosts.py",
+        "[lambda: reduce_within(outputs, inputs), lambda: reduce_across(outputs)]",
+        "[lambda: reduce_within(outputs, inputs)]",
+        ("tests/hosts/test_shards_on_streams.py",),
+    ),
+    Fault(
+        "no stream waits between the stages of a reduction",
+        "ovpatch/overlap/comm/hosts.py",
+        "with unwatched_stream(self._find_stream(tensors[0].device)):\n"
+        "            for stage in stages[1:]:\n"
+        "                for work in works:\n"
+        "                    work.wait()\n",
+        "with unwatched_stream(self._find_stream(tensors[0].device)):\n"
+        "            for stage in stages[1:]:\n",
+        ("tests/overlap/test_hosts.py",),
     ),
     Fault(
         "sums over hosts stay in one lane",

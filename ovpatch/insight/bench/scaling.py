@@ -73,8 +73,7 @@ class StepFacts:
         backward_ms: The part of the backward that reduces gradients.
         buckets: The bytes of the gradient buckets, in the order of their reductions.
         optimizer_ms: The part of the optimizer, which ``dist_optimizer`` shards.
-        is_gloo: Whether gloo communicates. Then ``ddp`` reduces within hosts first, and ``dist_optimizer`` shards
-            within them. NCCL knows the hosts itself.
+        is_gloo: Whether gloo communicates. Then ``ddp`` reduces within hosts first. NCCL knows the hosts itself.
         slowdown_ms_per_gb: The time by which compute is longer for each GB that a rank sends.
     """
 
@@ -166,7 +165,9 @@ def _make_stages(
     make_ring = partial(_make_ring, layout, is_tree=not facts.is_gloo)
     if arm == STOCK:
         return make_ring(2), []
-    if not (facts.is_gloo and hosts > 1 and per_host > 1):
+    # NCCL knows the hosts in an all-reduce, but each host keeps all shards with any backend.
+    is_by_host = facts.is_gloo or arm == "dist_optimizer"
+    if not (is_by_host and hosts > 1 and per_host > 1):
         if arm == "ddp":
             return make_ring(2), []
         # More than two ranks of gloo reduce-scatter by an all-reduce, which rounds as stock PyTorch.
@@ -201,7 +202,7 @@ def predict(arm: str, facts: StepFacts, layout: Layout) -> Prediction:
     alone = _run_stages(reduce, facts.buckets, [0.0] * len(ready), layout) + begun
     saved = 0.0
     if arm == "dist_optimizer":
-        is_by_host = facts.is_gloo and layout.hosts > 1 and layout.per_host > 1
+        is_by_host = layout.hosts > 1 and layout.per_host > 1
         saved = facts.optimizer_ms * (1 - 1 / (layout.per_host if is_by_host else layout.world))
     compute = facts.compute_ms + _find_slowdown_ms(arm, facts, layout)
     return Prediction(compute - saved + exposed, alone, exposed)

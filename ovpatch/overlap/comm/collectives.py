@@ -460,8 +460,8 @@ class AllGather:
     Args:
         group: The process group.
         device: The device of the tensors.
-        communicator: A communicator over the same ranks, on which the backend gathers. Default:
-            the group.
+        communicator: A communicator over all or some of these ranks, on which the backend gathers.
+            Default: the group.
     """
 
     def __init__(
@@ -472,8 +472,9 @@ class AllGather:
         *,
         spans_hosts: bool = False,
     ) -> None:
-        # Transports belong to the group, not to the communicator.
+        # Transports belong to the group, not to the communicator, and serve all of its ranks.
         self._transport_group = group
+        self._can_use_transport = communicator is None or communicator.size() == group.size()
         self._device = device
         self._group = communicator or group
         self._options, self._blocking_options = (
@@ -508,7 +509,7 @@ class AllGather:
         targets = _view_as_reals(outputs)
         shards = _view_as_reals(inputs)
         transport = None
-        if _transports is not None:
+        if _transports is not None and self._can_use_transport:
             transport = _transports.all_gather(self._transport_group, self._device)
         if transport is not None:
             return transport.gather(targets, shards)

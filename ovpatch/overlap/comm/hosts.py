@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch
@@ -31,12 +30,21 @@ from ovpatch.overlap.comm.collectives import (
 from ovpatch.overlap.comm.consensus import agree_on_name, find_hosts
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
-    group_store,
     group_timeout_s,
     group_values,
+    is_exiting_by_error,
+    outside_modes,
     reset_after_fork,
 )
-from ovpatch.overlap.comm.step_communicators import step_communicator, wrap_backend
+from ovpatch.overlap.comm.step_communicators import (
+    close_communicator,
+    connect_for_steps,
+    connect_step_communicator,
+    lacks_rank,
+    make_communicator,
+    step_communicator,
+)
+from ovpatch.overlap.comm.streams import unwatched_stream
 
 T = TypeVar("T")
 
@@ -110,12 +118,19 @@ def spans_hosts(group: dist.ProcessGroup) -> bool:
 class HostGroups:
     """The communicators of one group and type of device within hosts and across them.
 
-    A reduction has stages: within the host, across hosts, within the host. A rank that waited for
-    each stage would wait in a backward that still computes. So each start of a reduction also
-    starts the stages that are ready, and the end of the backward waits for the rest. Ranks pair the
-    collectives of a communicator by position. So each stage has its communicator, and a reduction
-    starts a stage only after all earlier reductions have started theirs, which is the same order on
-    all ranks.
+    A reduction has stages: within the host, across hosts, within the host. Ranks pair the
+    collectives of a communicator by position, so each stage has its communicator.
+
+    On gloo, a rank that waited for each stage would wait in a backward that still computes. So each
+    start of a reduction also starts the stages that are ready, and the end of the backward waits
+    for the rest. A reduction starts a stage only after all earlier reductions have started theirs,
+    which is the same order on all ranks.
+
+    [Note: stages on streams] On CUDA, the host launches all stages of a reduction at once, and a
+    stream waits between them. So all hosts launch the collectives of all communicators in one
+    order, and the first collective that is not over waits for no later one. Stages of several
+    reductions overlap, because each communicator of NCCL has its own stream: links between hosts
+    and within a host work at the same time, as under FSDP2's hybrid shards.
 
     Args:
         group: The process group; no reference is stored.
@@ -126,12 +141,14 @@ class HostGroups:
         layout: See the argument.
         within: The communicator of this host for the first stage.
         across: The communicator of the ranks in this place of each host; None if a host has none.
-        gather: The communicator of this host for the last stage.
+        gather: The communicator of this host for the last stage; None on CUDA, where all-reduces
+            are left to NCCL.
         steps: The communicator of this host for collectives in steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: HostLayout) -> None:
         self.layout = layout
+        self._device_type = device.type
         has_lane = layout.place < layout.num_lanes
         lane = [ranks[layout.place] for ranks in layout.ranks] if has_lane else []
         timeout_s = group_timeout_s(group)
@@ -139,19 +156,61 @@ class HostGroups:
         name = agree_on_name(group, f"hosts of {device.type}", timeout_s=timeout_s)
 
         def make(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-            return _make_gloo(group, f"{name}/{purpose}/{ranks[0]}", ranks, device, timeout_s)
+            return make_communicator(group, device, f"{name}/{purpose}/{ranks[0]}", ranks)
 
         # All ranks create the communicators in this order.
         self.within = make("within", layout.own_ranks)
         self.across = make("across", lane) if has_lane else None
-        self.gather = make("gather", layout.own_ranks)
+        self.gather = None if self.has_streams else make("gather", layout.own_ranks)
         self.steps = make("steps", layout.own_ranks)
+        # The streams that wait between stages, by device.
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # The reductions whose last stage has not started, in the order of their calls.
         self._started: deque[_Reduction] = deque()
         self._lock = threading.RLock()
         reset_after_fork(self, "_lock", threading.RLock)
         # The error of a stage. Later collectives would pair with those that it left out.
         self._failure: BaseException | None = None
+
+    @property
+    def has_streams(self) -> bool:
+        """True if streams wait for collectives; otherwise the host does."""
+        return self._device_type == "cuda"
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the ranks of each communicator; all ranks call this.
+
+        See :func:`.connect_step_communicator`.
+        """
+        assert self.across is not None, "each host has the same number of ranks"
+        with outside_modes():
+            own = torch.zeros(1, dtype=torch.float32, device=device)
+            terms = torch.zeros(self.within.size(), dtype=torch.float32, device=device)
+            self.within._reduce_scatter_base(own, terms, dist.ReduceScatterOptions()).wait()
+            self.across.allreduce([own]).wait()
+        connect_for_steps(self.steps, device)
+
+    def start_on_streams(
+        self, stages: Sequence[Callable[[], Sequence[Work]]], tensors: tuple[Tensor, ...]
+    ) -> Work:
+        """Launch all stages of a reduction; see [Note: stages on streams].
+
+        Args:
+            stages: The stages. The first one reads after the work so far on the current stream.
+            tensors: The tensors that the stages read and write.
+        """
+        works = stages[0]()
+        with unwatched_stream(self._find_stream(tensors[0].device)):
+            for stage in stages[1:]:
+                for work in works:
+                    work.wait()
+                works = stage()
+        return _ReductionOnStreams(works, tensors)
+
+    def _find_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def start(self, stages: Sequence[Callable[[], Sequence[Work]]]) -> _Reduction:
         """Start the first stage of a reduction, and the stages of earlier ones that are ready."""
@@ -184,11 +243,11 @@ class HostGroups:
             self._failure = error
             raise
 
-    def shutdown(self) -> None:
-        """Close the communicators after their collectives."""
+    def close(self, *, aborts: bool) -> None:
+        """Close the communicators after their collectives, or abort these if a rank is missing."""
         for communicator in (self.within, self.across, self.gather, self.steps):
             if communicator is not None:
-                communicator.shutdown()
+                close_communicator(communicator, self._device_type, aborts=aborts)
 
     def _advance(self) -> None:
         """Start the stages that are ready, in the order that :class:`HostGroups` describes."""
@@ -204,22 +263,6 @@ class HostGroups:
     def _drop_complete(self) -> None:
         while self._started and self._started[0].is_last_stage:
             self._started.popleft()
-
-
-def _make_gloo(
-    group: dist.ProcessGroup,
-    name: str,
-    ranks: Sequence[int],
-    device: torch.device,
-    timeout_s: float,
-) -> dist.ProcessGroup:
-    """Return a communicator over some ranks of a group, this rank among them."""
-    store = group_store(group)
-    assert store is not None, "the process group exists"
-    own_store = dist.PrefixStore(f"ovpatch/communicator/{name}", store)
-    rank = list(ranks).index(group.rank())
-    made = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout=timedelta(seconds=timeout_s))
-    return wrap_backend(own_store, device, dist.ProcessGroup.BackendType.GLOO, made)
 
 
 _ERROR_FAILED: Final = (
@@ -281,6 +324,23 @@ class _Reduction:
         return self.is_last_stage and all(map(IS_COMPLETED, self._works))
 
 
+class _ReductionOnStreams:
+    """A reduction whose stages are launched, and the tensors that they use: a :class:`Work`.
+
+    The stream that launched the first stage owns these tensors, and does not wait for the stages.
+    """
+
+    def __init__(self, works: Sequence[Work], tensors: tuple[Tensor, ...]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Make the current stream wait for the result, and drop the tensors."""
+        for work in self._works:
+            work.wait()
+        self._tensors = ()
+
+
 def find_host_groups(
     group: dist.ProcessGroup, device: torch.device, layout: HostLayout
 ) -> HostGroups:
@@ -292,12 +352,17 @@ def find_host_groups(
     return made
 
 
-def close_host_groups() -> None:
-    """Shut down the communicators of the hosts of all groups after their collectives."""
-    for group, groups in group_values(HostGroups):
-        groups.shutdown()
-        for key in [key for key, value in group_state(group).values.items() if value is groups]:
-            del group_state(group).values[key]
+def close_host_groups(group: dist.ProcessGroup | None = None) -> None:
+    """Close the communicators of the hosts of one group, or of all, after their collectives.
+
+    See :func:`.close_step_communicators`.
+    """
+    if is_exiting_by_error():
+        return
+    for owner, groups in group_values(HostGroups, group):
+        groups.close(aborts=lacks_rank(owner))
+        for key in [key for key, value in group_state(owner).values.items() if value is groups]:
+            del group_state(owner).values[key]
 
 
 def find_hierarchy_objection(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -306,6 +371,20 @@ def find_hierarchy_objection(group: dist.ProcessGroup, device: torch.device) -> 
     if backend == "gloo" and device.type == "cpu":
         return ""
     return f"{backend} on {device.type} chooses its ways between hosts itself"
+
+
+def find_shards_objection(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the reason why hosts cannot have all shards each; "" if there is none."""
+    backend = backend_name(group, device)
+    if (backend, device.type) in _SHARDING_BACKENDS:
+        return ""
+    return (
+        f"shards within hosts need gloo on the CPU or NCCL on CUDA, not {backend} on {device.type}"
+    )
+
+
+# The backends whose collectives keep shards within hosts, with the type of the device.
+_SHARDING_BACKENDS: Final = (("gloo", "cpu"), ("nccl", "cuda"))
 
 
 class ShardHolders:
@@ -349,6 +428,16 @@ class ShardHolders:
             return step_communicator(self._group, device)
         return find_host_groups(self._group, device, self.layout).steps
 
+    def connect(self, device: torch.device) -> None:
+        """Create the communicators of steps, and connect their ranks; all ranks call this.
+
+        See :func:`.connect_step_communicator`.
+        """
+        # Clips sum over all ranks of the group.
+        connect_step_communicator(self._group, device)
+        if self.layout is not None:
+            find_host_groups(self._group, device, self.layout).connect(device)
+
 
 # --- collectives ---
 
@@ -360,6 +449,7 @@ class HostCollectives(Collectives):
         group: The process group.
         device: The device of the gradients.
         layout: The hosts of the group.
+        average: Whether to average instead of sum, which NCCL can.
         reduces_by_host: Whether all-reduces work so; otherwise they are flat.
         shards_by_host: Whether each host gets all shards, one per rank of the host; otherwise
             reduce-scatters are flat, and all ranks of the group get one each.
@@ -371,18 +461,20 @@ class HostCollectives(Collectives):
         device: torch.device,
         layout: HostLayout,
         *,
+        average: bool,
         reduces_by_host: bool,
         shards_by_host: bool,
     ) -> None:
-        super().__init__(group, device)
+        super().__init__(group, device, average=average)
 
         def find() -> HostGroups:
             return find_host_groups(group, device, layout)
 
         if reduces_by_host:
+            assert not average, "gloo cannot average"
             self.all_reduce = HostAllReduce(group, device, find)
         if shards_by_host:
-            self.reduce_scatter = HostReduceScatter(group, device, find)
+            self.reduce_scatter = HostReduceScatter(group, device, find, average=average)
 
 
 class HostAllReduce(AllReduce):
@@ -418,8 +510,10 @@ class HostAllReduce(AllReduce):
                 return ()
             return _sum_each(groups.across, [lanes[place] for lanes in slices])
 
+        assert groups.gather is not None, "NCCL reduces over hosts itself"
+        roots = [Broadcast(groups.gather, root) for root in range(num_lanes)]
+
         def gather() -> Sequence[Work]:
-            roots = [Broadcast(groups.gather, root) for root in range(num_lanes)]
             return [
                 broadcast(lane)
                 for lanes in slices
@@ -434,16 +528,23 @@ class HostReduceScatter(ReduceScatter):
     """The implementation of :class:`ReduceScatter` in which each host gets all shards.
 
     Each host reduces to shards, one per rank. The ranks in one place of each host then sum their
-    shards over hosts.
+    shards over hosts. An average over all ranks is the average of the hosts' averages, because each
+    host has the same number of ranks.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, find: Callable[[], HostGroups]
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        find: Callable[[], HostGroups],
+        *,
+        average: bool = False,
     ) -> None:
-        super().__init__(group, device)
+        super().__init__(group, device, average=average)
         self._find = find
         self._pool = BufferPool()
-        self._within: ReduceScatter | None = None
+        # The collectives of both stages.
+        self._stages: tuple[ReduceScatter, AllReduce] | None = None
 
     def __call__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: object = None
@@ -453,27 +554,36 @@ class HostReduceScatter(ReduceScatter):
         Args:
             outputs: The contiguous shards of this rank, of shape ``[size]``.
             inputs: Contiguous tensors of one dtype, of shape ``[ranks of a host * size]``.
-            options: Not used, because gloo has no blocking calls.
+            options: Not used, because no call is blocking.
         """
         del options
         groups = self._find()
-        if self._within is None:
-            self._within = ReduceScatter(groups.within, outputs[0].device)
-        sum_within = self._within
+        if self._stages is None:
+            assert groups.across is not None, "each host has the same number of ranks"
+            self._stages = (
+                ReduceScatter(groups.within, self._device, average=self._average),
+                AllReduce(groups.across, self._device, average=self._average),
+            )
+        reduce_within, reduce_across = self._stages
+        if groups.has_streams:
+            return [
+                groups.start_on_streams(
+                    [lambda: reduce_within(outputs, inputs), lambda: reduce_across(outputs)],
+                    (*outputs, *inputs),
+                )
+            ]
         # Peers may read the last shards until this rank waits, so the sums get other memory.
         sizes = [output.numel() for output in outputs]
         staged = self._pool.get(sum(sizes), outputs[0])
         shards = list(staged.split(sizes))
 
-        def sum_across() -> Sequence[Work]:
-            assert groups.across is not None, "each host has the same number of ranks"
-            return _sum_each(groups.across, [_view_reals(staged)])
-
         def unpack() -> None:
             torch._foreach_copy_(list(outputs), shards)
             self._pool.put(staged)
 
-        reduction = groups.start([lambda: sum_within(shards, inputs), sum_across])
+        reduction = groups.start(
+            [lambda: reduce_within(shards, inputs), lambda: reduce_across([staged])]
+        )
         return [WorkWithEpilogue([reduction], unpack)]
 
 
@@ -489,9 +599,13 @@ def make_collectives(
     """Return the collectives that reduce gradients; see :class:`HostCollectives`."""
     if layout is None or not (reduces_by_host or shards_by_host):
         return Collectives(group, device, average=average)
-    assert not average, "gloo cannot average"
     return HostCollectives(
-        group, device, layout, reduces_by_host=reduces_by_host, shards_by_host=shards_by_host
+        group,
+        device,
+        layout,
+        average=average,
+        reduces_by_host=reduces_by_host,
+        shards_by_host=shards_by_host,
     )
 
 

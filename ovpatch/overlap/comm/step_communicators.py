@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -52,10 +53,14 @@ def connect_step_communicator(group: dist.ProcessGroup, device: torch.device) ->
     first kernel of its step, because the load of a kernel waits for the device. If a peer launches
     its part of that collective after its own step, it never gets there.
     """
-    communicator = step_communicator(group, device)
+    connect_for_steps(step_communicator(group, device), device)
+
+
+def connect_for_steps(communicator: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the ranks of a communicator; see :func:`connect_step_communicator`."""
     with outside_modes():
         own = torch.zeros(1, dtype=torch.float32, device=device)
-        gathered = torch.empty(group.size(), dtype=torch.float32, device=device)
+        gathered = torch.empty(communicator.size(), dtype=torch.float32, device=device)
         communicator.allreduce([own]).wait()
         communicator._allgather_base(gathered, own).wait()
 
@@ -71,14 +76,24 @@ def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
         return
     for _, communicators in group_values(_Communicators, group):
         for device_type, communicator in communicators.items():
-            if communicator is None:
-                continue
-            # Gloo cannot abort, and has no collective that waits on a device.
-            if communicators.should_abort and device_type == "cuda":
-                communicator.abort()
-            else:
-                communicator.shutdown()
+            if communicator is not None:
+                close_communicator(communicator, device_type, aborts=communicators.should_abort)
         communicators.clear()
+
+
+def close_communicator(communicator: dist.ProcessGroup, device_type: str, *, aborts: bool) -> None:
+    """Shut a communicator down after its collectives, or abort these.
+
+    Args:
+        communicator: The communicator.
+        device_type: The type of the device of its collectives.
+        aborts: Whether a rank is missing in its collectives.
+    """
+    # Gloo cannot abort, and has no collective that waits on a device.
+    if aborts and device_type == "cuda":
+        communicator.abort()
+    else:
+        communicator.shutdown()
 
 
 def abort_step_communicators(group: dist.ProcessGroup) -> None:
@@ -91,6 +106,12 @@ def abort_step_communicators(group: dist.ProcessGroup) -> None:
         communicators.should_abort = True
 
 
+def lacks_rank(group: dist.ProcessGroup) -> bool:
+    """Return whether :func:`abort_step_communicators` was called for a group."""
+    communicators = group_state(group).values.get(_Communicators)
+    return communicators is not None and communicators.should_abort
+
+
 class _Communicators(dict[str, "dist.ProcessGroup | None"]):
     """The step communicators of a group, by type of device; None if the group itself is used."""
 
@@ -98,51 +119,77 @@ class _Communicators(dict[str, "dist.ProcessGroup | None"]):
 
 
 def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
-    backend: Any = group._get_backend(device)
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
-    backend = getattr(backend, "wrapped_pg", backend)
-    # Backends of other classes may need more than a store.
-    is_nccl = type(backend) is getattr(dist, "ProcessGroupNCCL", None)
-    is_known = is_nccl or type(backend) is getattr(dist, "ProcessGroupGloo", None)
-    store = group_store(group)
-    if group.size() == 1 or not is_known or store is None:
+    if group.size() == 1 or not _has_known_backend(group, device) or group_store(group) is None:
         return None
-    timeout_s = group_timeout_s(group)
     # Ranks may first use the communicators of two devices in different orders, so each device has
     # its own topic.
+    timeout_s = group_timeout_s(group)
     agreed = agree_on_name(group, f"communicator of {device.type}", timeout_s=timeout_s)
-    name = f"ovpatch/communicator/{agreed}"
-    own_store = dist.PrefixStore(name, store)
-    rank = group.rank()
-    size = group.size()
-    if is_nccl:
+    return make_communicator(group, device, agreed, range(group.size()))
+
+
+def make_communicator(
+    group: dist.ProcessGroup, device: torch.device, name: str, ranks: Sequence[int]
+) -> dist.ProcessGroup:
+    """Return a communicator of some ranks of a group; see [Note: step communicators].
+
+    Args:
+        group: The process group, whose backend is gloo or NCCL.
+        device: The device of the collectives.
+        name: A name that only these ranks use.
+        ranks: The ranks of the group, this rank among them.
+    """
+    store = group_store(group)
+    assert store is not None, "the process group exists"
+    own_store = dist.PrefixStore(f"ovpatch/communicator/{name}", store)
+    rank = list(ranks).index(group.rank())
+    backend = _find_backend(group, device)
+    if _is_nccl(backend):
         kind = dist.ProcessGroup.BackendType.NCCL
-        options = _make_nccl_options(group, backend.options, name)
-        made: Any = dist.ProcessGroupNCCL(own_store, rank, size, options)
+        options = _make_nccl_options(group, backend.options, f"ovpatch/communicator/{name}", ranks)
+        made: Any = dist.ProcessGroupNCCL(own_store, rank, len(ranks), options)
     else:
         kind = dist.ProcessGroup.BackendType.GLOO
-        timeout = timedelta(seconds=timeout_s)
-        made = dist.ProcessGroupGloo(own_store, rank, size, timeout=timeout)
-    return wrap_backend(own_store, device, kind, made)
+        timeout = timedelta(seconds=group_timeout_s(group))
+        made = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout=timeout)
+    return _wrap_backend(own_store, device, kind, made)
 
 
-def wrap_backend(
+def _find_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    backend: Any = group._get_backend(device)
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def _is_nccl(backend: Any) -> bool:
+    return type(backend) is getattr(dist, "ProcessGroupNCCL", None)
+
+
+def _has_known_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a backend needs only a store; backends of other classes may need more."""
+    backend = _find_backend(group, device)
+    return _is_nccl(backend) or type(backend) is getattr(dist, "ProcessGroupGloo", None)
+
+
+def _wrap_backend(
     store: dist.Store, device: torch.device, kind: Any, backend: Any
 ) -> dist.ProcessGroup:
-    """Return a communicator that torch does not register; see [Note: step communicators]."""
     communicator = dist.ProcessGroup(store, backend.rank(), backend.size())
     communicator._set_default_backend(kind)
     communicator._register_backend(torch.device(device.type), kind, backend)
     return communicator
 
 
-def _make_nccl_options(group: dist.ProcessGroup, script_options: Any, name: str) -> Any:
+def _make_nccl_options(
+    group: dist.ProcessGroup, script_options: Any, name: str, ranks: Sequence[int]
+) -> Any:
     # NCCL connects at the first collective, so options that are set now are in time.
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = script_options._timeout
     options.is_high_priority_stream = script_options.is_high_priority_stream
     for field in _NCCL_FIELDS:
         setattr(options.config, field, getattr(script_options.config, field))
-    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    global_ranks = dist.get_process_group_ranks(group)
+    options.global_ranks_in_group = [global_ranks[rank] for rank in ranks]
     options.group_name = name
     return options

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm import step_communicators
+from ovpatch.overlap.comm import hosts, step_communicators
 from ovpatch.overlap.comm.lifetimes import (
     attached_values,
     drop_values,
@@ -95,6 +95,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             PeerRpc.shutdown_all(ending)
             # No peer reads retained tensors after the shutdown.
             drop_values(retention.Retention, ending)
+            hosts.close_host_groups(ending)
             step_communicators.close_step_communicators(ending)
         original(group)
         if should_serve and copies is not None:

@@ -458,7 +458,12 @@ class ParamAllGather:
 
     def find_copy_places(self, params: Sequence[ShardedParam]) -> None:
         """Set :attr:`copy_places` for the parameters of the next steps."""
-        places = dict.fromkeys((sharded.shards.group, sharded.param.device) for sharded in params)
+        places = dict.fromkeys(
+            (sharded.shards.group, sharded.param.device)
+            for sharded in params
+            # Copy engines serve all ranks of a group.
+            if not sharded.shards.shards_by_host
+        )
         # "auto" measures on CUDA only.
         if self._copy_engines != "on":
             is_auto = self._copy_engines == "auto"

@@ -25,7 +25,6 @@ from ovpatch.overlap.comm.lifetimes import (
     outside_modes,
     param_record,
 )
-from ovpatch.overlap.comm.step_communicators import connect_step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
@@ -311,7 +310,7 @@ class ShardedGrads(GradSharder, GradSource):
             device = self.versions.device
             # Gloo connects when the communicator is created, and has no kernels to load.
             if device.type == "cuda" and not is_capturing(device):
-                connect_step_communicator(self.group, device)
+                self.holders.connect(device)
         if self.votes is not None:
             self.votes.reached[self.identity] = self.backwards + 1
             # On a device only the stream waits for peers, so the host is not inside of anything.
@@ -361,6 +360,8 @@ class ShardedGrads(GradSharder, GradSource):
             return
         can_send_low_precision = (
             not self.sharded.isdisjoint(self._low_precision_params)
+            # Transports serve all ranks of a group.
+            and not self.shards_by_host
             and reduce_scatter_transport(self._communicator, self.versions.device) is not None
         )
         must_send_fp32 = self._must_send_fp32 or self._has_sum(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ovpatch.hookspecs import refuse_option
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import gather_values
-from ovpatch.overlap.comm.hosts import HostLayout, find_hierarchy_objection, find_host_layout
+from ovpatch.overlap.comm.hosts import HostLayout, find_host_layout, find_shards_objection
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.tensors.shard import can_be_sharded
 from ovpatch_plugins.dist_optimizer.dist_optimizer_options import OPTIONS
@@ -27,6 +27,9 @@ from ovpatch_plugins.dist_optimizer.dist_optimizer_report import note_choice
 MIN_SAVED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
 _REASON_UNMEASURED: Final = "no measurement shows whether steps get longer"
+_REASON_COPIES_BY_HOST: Final = (
+    "they connect all ranks of a process group, and each host keeps all state (shard_over)"
+)
 _REASON_NOT_TOGETHER: Final = "its ranks did not build it at the same time, so they cannot agree"
 
 
@@ -199,7 +202,8 @@ def choose_shard_layout(
         layout: The hosts of its ranks; None if these did not build the model together.
 
     Raises:
-        ovpatch.OptionError: The user named ``shard_over=host``, and hosts cannot keep all state.
+        ovpatch.OptionError: The user named ``shard_over=host``, and hosts cannot keep all state. Or
+            hosts keep all state, and the user named ``copy_engines=on``.
     """
     if layout is None or len(layout.ranks) < 2 or options["shard_over"] == "world":
         return None
@@ -216,6 +220,8 @@ def choose_shard_layout(
             "would leave such models to ddp)"
         )
         return None
+    if options["copy_engines"] == "on":
+        refuse_option("dist_optimizer", OPTIONS, "copy_engines", "on", _REASON_COPIES_BY_HOST)
     saved = nbytes * (len(counts) - 1) / len(counts)
     note_choice(
         f"each of {len(counts)} hosts keeps all state, over its {counts[0]} ranks "
@@ -239,8 +245,7 @@ def _find_host_objection(
         return f"hosts have different numbers of ranks ({counts})"
     if not layout.is_hierarchical:
         return "each host has one rank, which would keep all state"
-    objection = find_hierarchy_objection(group, device)
-    return objection and f"shards within hosts need gloo on the CPU, and {objection}"
+    return find_shards_objection(group, device)
 
 
 def _shorten(number: int) -> str:

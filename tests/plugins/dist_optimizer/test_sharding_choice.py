@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import re
 import sys
 from types import FrameType
 from typing import Any
@@ -203,16 +204,98 @@ def test_a_model_on_several_hosts_is_not_sharded(ranks):
         assert "each host has one rank, which would keep all state, so parameters would" in text
 
 
-def test_hosts_of_a_backend_that_cannot_keep_all_state_each_are_an_error_that_names_it():
-    options = {"shard_over": "host"}
-    layout = HostLayout.of(["a", "a", "b", "b"], 0)
-    cuda = mock.patch.object(nn.Parameter, "device", torch.device("cuda"))
-    backend = mock.patch.object(hosts, "backend_name", return_value="nccl")
-    params = [nn.Parameter(torch.ones(2))]
-    group: Any = None
-    error = "shards within hosts need gloo on the CPU, and nccl on cuda chooses its ways between"
-    with cuda, backend, pytest.raises(OptionError, match=error):
-        sharding_choice.choose_shard_layout(options, params, group, layout)
+CUDA = torch.device("cuda")
+
+
+def choose_layout(
+    backend: str, names: str, device: torch.device = CUDA, **options: Any
+) -> tuple[HostLayout | None, list[str]]:
+    """Return the hosts that keep all state on rank 0 of a faked group, and the lines of the report."""
+    layout = HostLayout.of(list(names), 0)
+    group = mock.Mock(**{"size.return_value": len(names)})
+    with (
+        mock.patch.object(nn.Parameter, "device", device),
+        mock.patch.object(hosts, "backend_name", return_value=backend),
+        mock.patch.object(report, "_remarks", []),
+    ):
+        chosen = sharding_choice.choose_shard_layout(
+            {"shard_over": "auto", "copy_engines": "auto"} | options,
+            [nn.Parameter(torch.ones(2))],
+            group,
+            layout,
+        )
+        assert chosen in (None, layout)
+        return chosen, report.list_remarks()
+
+
+@pytest.mark.parametrize(("backend", "device"), [NCCL, GLOO])
+def test_hosts_keep_all_state_each_on_these_backends(backend, device):
+    for shard_over in ("auto", "host"):
+        layout, (remark,) = choose_layout(
+            backend, "aabb", torch.device(device), shard_over=shard_over
+        )
+        assert layout is not None
+        expected = f"each of 2 hosts keeps all state, over its 2 ranks (shard_over={shard_over})"
+        assert expected in remark
+    assert choose_layout(backend, "aabb", torch.device(device), shard_over="world") == (None, [])
+    assert choose_layout(backend, "aaaa", torch.device(device)) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("backend", "names", "reason"),
+    [
+        (
+            "gloo",
+            "aabb",
+            "shards within hosts need gloo on the CPU or NCCL on CUDA, not gloo on cuda",
+        ),
+        ("nccl", "aaab", "hosts have different numbers of ranks (3 on a, 1 on b)"),
+        ("nccl", "abcd", "each host has one rank, which would keep all state"),
+    ],
+)
+def test_hosts_that_cannot_keep_all_state_each_are_an_error_if_named_and_a_remark_otherwise(
+    backend, names, reason
+):
+    with pytest.raises(OptionError, match=re.escape(reason)):
+        choose_layout(backend, names, shard_over="host")
+    layout, (remark,) = choose_layout(backend, names)
+    assert layout is None
+    assert f"state is kept once over {len(set(names))} hosts" in remark
+    assert reason in remark
+
+
+def test_copy_engines_that_are_named_are_an_error_if_each_host_keeps_all_state():
+    error = "connect all ranks of a process group, and each host keeps all state"
+    with pytest.raises(OptionError, match=error):
+        choose_layout("nccl", "aabb", copy_engines="on")
+    # The world has copy engines if it is on one host, which another error says.
+    assert choose_layout("nccl", "aabb", copy_engines="on", shard_over="world")[0] is None
+
+
+@pytest.mark.parametrize(("names", "on"), [("aabb", True), ("aaab", False), ("abcd", False)])
+def test_on_several_hosts_with_nccl_the_ranks_of_one_host_decide(names, on):
+    layout = HostLayout.of(list(names), 0)
+    group = mock.Mock(**{"size.return_value": len(names)})
+    # Meta tensors take no memory. Each saves half of 21 million elements on two ranks of a host.
+    model = nn.Linear(21_000_000, 1, bias=False, device="meta")
+    options = {"shard_over": "auto", "main_params_in_fp32": False, "min_param_numel": 16384}
+    with (
+        mock.patch.object(nn.Parameter, "device", CUDA),
+        mock.patch.object(hosts, "backend_name", return_value="nccl"),
+        mock.patch.object(sharding_choice, "backend_name", return_value="nccl"),
+        mock.patch.object(sharding_choice, "find_host_layout", return_value=layout),
+        mock.patch.object(sharding_choice, "gather_values", lambda _group, _topic, value: [value]),
+        mock.patch.object(report, "_remarks", []),
+    ):
+        chosen = sharding_choice.choose_sharding(
+            options, str, model, list(model.parameters()), group, sparse=(), together=True
+        )
+        (remark,) = report.list_remarks()
+    assert chosen is on
+    if on:
+        assert "on: 21.0M parameters on 2 ranks save" in remark
+    else:
+        assert "so parameters would cross the links of" in remark
 
 
 def chosen_on_hosts(least: int) -> tuple[dict[str, Any], list[str]]:
