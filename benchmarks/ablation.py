@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -188,11 +188,14 @@ class PeerCopies:
 
 def add_points(model: Decoder, act: Callable[[], object]) -> None:
     """Call a function where tensor parallelism gathers and scatters, eight times in the step of a block."""
-    for part in (part for block in model.blocks for part in (block.attention, block.feed_forward)):
-        part.register_forward_pre_hook(
-            lambda module, args: (Point.apply(args[0], act), *args[1:]), prepend=True
-        )
-        part.register_forward_hook(lambda module, args, output: Point.apply(output, act))
+    apply: Any = Point.apply
+    for block in model.blocks:
+        for part in (block.attention, block.feed_forward):
+            assert isinstance(part, nn.Module)
+            part.register_forward_pre_hook(
+                lambda module, args: (apply(args[0], act), *args[1:]), prepend=True
+            )
+            part.register_forward_hook(lambda module, args, output: apply(output, act))
 
 
 def limit(problem: Problem) -> Step:

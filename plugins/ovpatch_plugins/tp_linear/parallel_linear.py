@@ -331,7 +331,8 @@ def find_leaf(param: Any) -> Any:
     if type(param) is not DTensor or not param.placements[0].is_shard() or param._backward_hooks:
         return param
     node = param.grad_fn
-    if type(node).__name__ != "_FromTorchTensorBackward" or param.retains_grad:
+    is_made_of_local = node is not None and type(node).__name__ == "_FromTorchTensorBackward"
+    if node is None or not is_made_of_local or param.retains_grad:
         return param
     return getattr(node.next_functions[0][0], "variable", param)
 

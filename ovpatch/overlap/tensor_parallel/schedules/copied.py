@@ -156,8 +156,9 @@ def find_copy_objection(group: dist.ProcessGroup, device_type: str) -> str:
 
     This is a collective. All ranks get the same result.
     """
-    is_cuda = device_type == "cuda"
-    device = torch.device(device_type, torch.cuda.current_device() if is_cuda else None)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, torch.cuda.current_device())
     _find_engine(group, device)
     known: Chosen | None = group_state(group).values.get((ROW_ENGINE, device))
     return "" if known is None else known.reason
