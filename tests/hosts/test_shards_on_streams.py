@@ -78,7 +78,7 @@ def train(
                 # Norms below 1 and a short way keep the rounding of sums below the smallest bound.
                 loss = 0.01 * model(data(step, 8, 33, micro=micro)).square().mean()
                 loss.backward()
-        # A rank alone may read, and the other ranks do not know.
+        # A rank alone may read, and its peers do not know.
         if read == "all" or (read == "one" and dist.get_rank() == 2 and step == 5):
             record["grad"] = {name: p.grad.clone() for name, p in raw.named_parameters()}
         if clip:
@@ -230,7 +230,7 @@ def test_the_end_of_a_group_closes_its_communicators(ranks):
     assert ranks(4)(destroyed) == [(1, 0)] * 4
 
 
-def gathered_beside_copies() -> list[float]:
+def gather_over_one_rank() -> list[float]:
     """Gather over one rank, while copy engines serve the group of two."""
     group = dist.group.WORLD
     alone = find_host_groups(group, CPU, HostLayout.of(["a", "b"], dist.get_rank())).steps
@@ -249,7 +249,7 @@ def gathered_beside_copies() -> list[float]:
 
 
 def test_transports_of_a_group_do_not_serve_a_part_of_it(ranks):
-    assert ranks(2)(gathered_beside_copies) == [[0.0, 1.0, 2.0]] * 2
+    assert ranks(2)(gather_over_one_rank) == [[0.0, 1.0, 2.0]] * 2
 
 
 # --- on GPUs ---
