@@ -11,8 +11,7 @@ features and counters: an overlap with counter 0 was not active.
 without DTensor's dispatch, one all-gather for q, k and v, and sharded updates. The arm ``limit`` is a rank's
 computation and update without communication. ``limit, pauses`` is the same with a GPU that rests for ``--pause-ms`` in
 total where communication would be: a GPU at its power limit computes faster after a rest, so it takes less than the
-sum. The rest of the sum is what an overlap cannot gain on such GPUs. ``limit, copies`` copies as many bytes to another
-GPU as a step sends, and waits for none of the copies: an overlap that costs nothing but power and bandwidth.
+sum. The rest of the sum is what an overlap cannot gain on such GPUs.
 
 On GPUs a row has the clocks and the power of each rank's GPU. ``--profile FOLDER`` keeps rank 0's trace of three steps
 of each arm, for ``ovpatch timeline``.
@@ -160,32 +159,6 @@ def rest(ms: float) -> None:
         torch.cuda._sleep(int(ms * CYCLES_PER_MS))
 
 
-class PeerCopies:
-    """Copies to the next GPU on another stream, which nothing waits for before the end of a step.
-
-    Args:
-        nbytes: The bytes of a copy.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        own = device()
-        count = torch.cuda.device_count()
-        peer = torch.device("cuda", (own.index + 1) % count)
-        self._source = torch.zeros(nbytes, dtype=torch.uint8, device=own)
-        self._target = torch.zeros(nbytes, dtype=torch.uint8, device=peer)
-        self._stream = torch.cuda.Stream(own)
-
-    def start(self) -> None:
-        """Start a copy after the work of the current stream."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._target.copy_(self._source, non_blocking=True)
-
-    def wait(self) -> None:
-        """Let the current stream wait for all copies."""
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-
 def add_points(model: Decoder, act: Callable[[], object]) -> None:
     """Call a function where tensor parallelism gathers and scatters, eight times in the step of a block."""
     apply: Any = Point.apply
@@ -213,21 +186,6 @@ def paused_limit(problem: Problem) -> Step:
     add_points(model, functools.partial(rest, ms / 2 / (8 * len(model.blocks))))
     outside = functools.partial(rest, ms / 4)
     return limit_step(problem, model, before_update=outside, after_update=outside)
-
-
-def loaded_limit(problem: Problem) -> Step:
-    """:func:`limit` with copies of as many bytes as :func:`trained` sends, which nothing waits for."""
-    model = problem.model()
-    tp, dp = problem.mesh["tp"].size(), problem.mesh["dp"].size()
-    alone(model, tp)
-    points = 8 * len(model.blocks)
-    rows = problem.tokens.numel() // tp
-    item = problem.dtype.itemsize
-    replicas = 2 * item * sum(p.numel() for p in model.parameters()) * (dp - 1) / dp
-    shards = rows * problem.shape.width * torch.bfloat16.itemsize * (tp - 1)
-    copies = PeerCopies(int(shards + replicas / points))
-    add_points(model, copies.start)
-    return limit_step(problem, model, after_update=copies.wait)
 
 
 def limit_step(
@@ -259,7 +217,6 @@ def limit_step(
 STOCK: dict[str, Callable[[Problem], Step]] = {
     "limit": limit,
     "limit, pauses": paused_limit,
-    **({"limit, copies": loaded_limit} if CUDA else {}),
     "stock": trained,
     "stock, bucket view": lambda problem: trained(problem, gradient_as_bucket_view=True),
 }
