@@ -104,7 +104,7 @@ FAULTS: Final = (
     Fault(
         "a rank falls back alone while peers raise errors",
         _SHARDING + "sharded_optimizer.py",
-        "        if passed_groups:\n",
+        "        if groups_ahead:\n",
         "        if False:\n",
         (_RUN_AHEAD,),
     ),

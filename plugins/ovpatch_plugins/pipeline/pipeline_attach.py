@@ -77,7 +77,7 @@ _REPLACEABLE: Final = (
     "ScheduleDualPipeV",
 )
 
-_REASON_UNREDUCED: Final = (
+_WARNING_UNREDUCED: Final = (
     "torch computes the first step of stages in "
     "DistributedDataParallel(find_unused_parameters=True or static_graph=True), and its own step of "
     "this class does not reduce all gradients, so that replicas differ afterwards. Turn these "
@@ -352,8 +352,8 @@ def attach_schedule(
         transport=messages.remarks,
     )
     if first_step.is_stock and is_split:
-        report.notes.append(_REASON_UNREDUCED)
-        _log.warning("%s: %s", report.name, _REASON_UNREDUCED)
+        report.notes.append(_WARNING_UNREDUCED)
+        _log.warning("%s: %s", report.name, _WARNING_UNREDUCED)
     if options["forward_doubling"] and owner != BIDIRECTIONAL:
         report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
     note_schedule(report)
