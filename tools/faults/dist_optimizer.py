@@ -109,6 +109,13 @@ FAULTS: Final = (
         (_RUN_AHEAD,),
     ),
     Fault(
+        "a vote that a promise has ended does not report that peers have continued",
+        _SHARDING + "agreement.py",
+        "            self.has_peers_ahead = any(",
+        "            self.has_peers_ahead = not missing and any(",
+        (_RUN_AHEAD,),
+    ),
+    Fault(
         "a read of parameters does not wait until hosts have compared their steps",
         _SHARDING + "param_all_gather.py",
         "None if shards.step_barrier is None else shards.step_barrier.finish",
