@@ -41,6 +41,7 @@ from benchmarks.message_clock import time_steps
 from benchmarks.models import Block
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start
 from ovpatch.overlap.pipelining.ir import Kind
+from ovpatch.overlap.pipelining.order_table import TORCH_ORDERS
 from ovpatch.overlap.pipelining.orders import build_order, convert_torch_order, split_backwards
 from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.pipeline_report import list_schedules
@@ -250,7 +251,7 @@ def predict(schedule: Any, arm: tuple[str, int, str | None], send: float) -> flo
     overhead = tuple(seconds for _, seconds in shared)
     forward, backward, weight = (tuple(column) for column in zip(*costs.values(), strict=True))
     if arm[1] == 1:
-        own = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}[arm[0]]
+        own = TORCH_ORDERS[arm[0]]
         name = own if arm[2] in (None, "as-given") else str(arm[2])
         orders = build_order(name, ranks=len(costs), microbatches=schedule._n_microbatches)
     else:

@@ -12,7 +12,7 @@ import pytest
 from ovpatch.cli import main, pipeline_command
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
-from ovpatch.overlap.pipelining.order_table import ORDERS
+from ovpatch.overlap.pipelining.order_table import ORDERS, TORCH_ORDERS
 from ovpatch.planner import solver, what_if
 from ovpatch.settings.settings import SettingsError
 from ovpatch_plugins.pipeline.auto.order_race import CLEAR
@@ -40,10 +40,10 @@ def test_the_table_has_fixed_and_solved_orders_and_a_picture(command):
         for line in out.splitlines()
         if line[:1] == "|"
     }
-    assert ("1f1b", "straight", "1.00x", "1.250", "20.0%", "") in rows
-    assert ("1f1b, early sends", "straight", "1.00x", "1.167", "14.3%", "") in rows
+    assert ("stock 1f1b", "straight", "1.00x", "1.250", "20.0%", "") in rows
+    assert ("1f1b", "straight", "1.00x", "1.167", "14.3%", "") in rows
     assert ("zb-h1", "straight", "1.00x", "1.083", "7.7%", "") in rows
-    assert ("gpipe", "straight", "2.00x", "1.250", "20.0%", "too large") in rows
+    assert ("stock gpipe", "straight", "2.00x", "1.250", "20.0%", "too large") in rows
     assert sum(row[-1] == "best" for row in rows) == 1
     assert any(row[0] == "solved for 1.5x" for row in rows)
     assert "no order is below 1.000 (straight), 1.000 (vee)" in out
@@ -63,8 +63,8 @@ def test_where_no_order_is_faster_the_feature_stays_off(command):
     code, out, _ = command("--what-if", "p=1,m=4,memory=1x/2x")
     assert code == ExitCode.OK
     assert (
-        "no order is faster than torch's own 1f1b: leave the feature off where each rank has one "
-        "stage" in out
+        "stock 1f1b is the fastest order: leave the feature off where each rank has one stage"
+        in out
     )
     assert "to run " not in out
 
@@ -73,13 +73,12 @@ def test_each_order_tells_how_to_run_it(command):
     _, out, _ = command("--what-if", "p=2,m=4,placement=straight/loop/vee/bidirectional", "--json")
     rows = json.loads(out)["rows"]
     settings = {row["order"]: row["setting"] for row in rows}
-    torchs = {name for name, order in ORDERS.items() if order.is_torchs}
-    assert {name for name, setting in settings.items() if not setting} == torchs
     # Each order that torch has is listed twice, because the engine runs it with early sends.
-    engines = {name: f"{name}, early sends" if name in torchs else name for name in ORDERS}
-    for name, row_name in engines.items():
+    torchs = {f"stock {name}" for name in TORCH_ORDERS.values()}
+    assert {name for name, setting in settings.items() if not setting} == torchs
+    for name in ORDERS:
         variables = {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
-        assert settings[row_name] == variables
+        assert settings[name] == variables
     for row in rows:
         assert (
             row["limit"] is None

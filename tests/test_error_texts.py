@@ -225,6 +225,21 @@ def find_without_remedy(sources: Sources) -> tuple[list[str], set[str]]:
     return found, used
 
 
+def find_reasons_with_remedies(trees: dict[str, ast.Module]) -> list[str]:
+    """Return the constants of reasons that are no clause, because they have a remedy or end in a full stop."""
+    sources, found = Sources(trees), []
+    for module, tree in trees.items():
+        for node in tree.body:
+            name = getattr(getattr(node, "target", None), "id", "")
+            if "REASON_" in name and isinstance(node, ast.AnnAssign) and node.value:
+                found += [
+                    f"{module}.{name}"
+                    for text in sources.read(module, node.value)
+                    if has_remedy(text) or ". " in text or text.endswith(".")
+                ]
+    return found
+
+
 def make_sources(**texts: str) -> Sources:
     return Sources({name: ast.parse(text) for name, text in texts.items()})
 
@@ -249,7 +264,7 @@ def test_a_text_without_a_remedy_is_found() -> None:
         assert not find_without_remedy(make_sources(m=f"raise ValueError({text})"))[0], text
 
 
-def test_every_error_text_ends_with_a_remedy() -> None:
+def read_trees() -> dict[str, ast.Module]:
     files = [
         path for folder in ("ovpatch", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))
     ]
@@ -257,11 +272,20 @@ def test_every_error_text_ends_with_a_remedy() -> None:
         path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("plugins.")
         for path in files
     }
-    trees = {
+    return {
         names[path].removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
         for path in files
     }
-    sources = Sources(trees)
+
+
+def test_reasons_are_clauses_since_errors_quote_them_before_their_remedy() -> None:
+    found = ast.parse("_REASON_A: Final = 'it is. Set it'\nREASON_B: Final = 'it is, since it was'")
+    assert find_reasons_with_remedies({"m": found}) == ["m._REASON_A"]
+    assert not find_reasons_with_remedies(read_trees())
+
+
+def test_every_error_text_ends_with_a_remedy() -> None:
+    sources = Sources(read_trees())
     assert len(list(sources.find_texts())) > 300
     found, used = find_without_remedy(sources)
     assert not found, "\n".join(found)

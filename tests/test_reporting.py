@@ -183,6 +183,7 @@ def test_gains_are_words_and_units():
     assert describe_gains(GAINS, {"models": 2000}) == "2,000 models", (
         "a clause of zeros is left out"
     )
+    assert describe_gains(GAINS[2:], {"whole": 300, "kept": 12}) == "288 bytes less memory a rank"
     assert describe_gains((), {"n": 3, "stock_n": 2, "m": 0}) == "n 3"
 
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch.overlap.pipelining.order_table import ORDERS
+from ovpatch.overlap.pipelining.order_table import ORDERS, TORCH_ORDERS
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
 from tests.plugins.pipeline.order_sources import SOURCES
 
-_SINGLE: Final = ("Schedule1F1B", "ScheduleGPipe")
 _LOOPS: Final = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
 # Torch cannot evaluate a model with these.
 _VEES: Final = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -59,8 +58,8 @@ class RandomPipeline:
 def make_pipeline(seed: int) -> RandomPipeline:
     """Return the pipeline of a seed."""
     draw = random.Random(seed)
-    world, name = draw.choice([2, 2, 3, 4]), draw.choice([*_SINGLE, *_LOOPS, *_VEES])
-    chunks = 1 if name in _SINGLE else 2 if name in _VEES else draw.choice([1, 2, 3])
+    world, name = draw.choice([2, 2, 3, 4]), draw.choice([*TORCH_ORDERS, *_LOOPS, *_VEES])
+    chunks = 1 if name in TORCH_ORDERS else 2 if name in _VEES else draw.choice([1, 2, 3])
     microbatches = draw.choice([1, 2, 3, 4, 5, 6, 8, 9, 12])
     if name == "Schedule1F1B":
         microbatches = max(microbatches, world)
@@ -82,7 +81,7 @@ def make_pipeline(seed: int) -> RandomPipeline:
         vee=name in _VEES,
         pieces=draw.choice([1, 1, 2]),
         dtype=torch.float32 if kind == "autocast" else draw.choice(dtypes),
-        source="built" if name in _SINGLE or draw.random() < 0.6 else draw.choice([*SOURCES]),
+        source="built" if name in TORCH_ORDERS or draw.random() < 0.6 else draw.choice([*SOURCES]),
     )
     options: dict[str, Any] = {
         "schedule": draw.choice(_ORDERS),

@@ -381,10 +381,7 @@ def _list_settings(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -
     """Return the settings for the best order, and for the best order of each remaining placement."""
     if not best["setting"]:
         where = _PLACEMENTS[best["placement"]]
-        return [
-            f"no order is faster than torch's own {_format_order(best)}: leave the feature off where "
-            f"{where}"
-        ]
+        return [f"{_format_order(best)} is the fastest order: leave the feature off where {where}"]
     shortest: dict[str, Mapping[str, Any]] = {best["placement"]: best}
     for row in sorted(rows, key=lambda row: (float(row["step"]), float(row["memory"]))):
         if row["fits"]:

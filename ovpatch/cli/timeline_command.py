@@ -247,11 +247,14 @@ def _are_traces(rest: Sequence[str]) -> bool:
 def _refuse_missing(rest: Sequence[str]) -> None:
     """Raise SettingsError if a folder that ``--compare`` should read is missing, and looks like a command."""
     # Words after -- are a command.
-    if len(rest) != 2 or rest[0] == "--" or shutil.which(rest[0]) is not None:
+    if len(rest) != 2 or rest[0] == "--":
         return
     missing = [word for word in rest if not Path(word).exists()]
+    # A folder may have the name of a program, such as "test". A program gets a file or an option here.
+    is_argument = Path(rest[1]).is_file() or rest[1].startswith("-")
+    is_program = shutil.which(rest[0]) is not None and is_argument
     # A program that cannot be executed is another mistake.
-    is_program = Path(rest[0]).is_file() and not rest[0].endswith(_ENDINGS)
+    is_program |= Path(rest[0]).is_file() and not rest[0].endswith(_ENDINGS)
     if missing and not is_program:
         raise SettingsError(
             f"--compare {' '.join(rest)}: there is no {' and no '.join(missing)}. Name two folders of "

@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
@@ -182,6 +183,29 @@ def _on_torch_imported(_module: str) -> None:
     _tracing.is_active = getattr(
         sys.modules["torch.compiler"], "is_dynamo_compiling", _return_false
     )
+    while _unlisted:
+        _list_in_torchscript(*_unlisted.popitem())
+
+
+# The installed functions that were made before TorchScript had its table, each with its original.
+_unlisted: Final[weakref.WeakKeyDictionary[Function, Function]] = weakref.WeakKeyDictionary()
+
+
+def _list_in_torchscript(installed: Function, original: Function) -> None:
+    """Have TorchScript compile an installed function as the operator that it takes the original for.
+
+    TorchScript finds operators by the identity of their functions, such as ``torch.nn.functional.gelu``, which is
+    written in C. It would search other functions for source, and fail.
+    """
+    table: dict[int, str] | None = getattr(
+        sys.modules.get("torch.jit._builtins"), "_builtin_table", None
+    )
+    if table is None:
+        _unlisted[installed] = original
+    elif id(original) in table:
+        table[id(installed)] = table[id(original)]
+        # Another function may get the same identity later.
+        weakref.finalize(installed, table.pop, id(installed), None).atexit = False
 
 
 #: The code of installed functions and of wrappers, which Dynamo skips as soon as it is imported.
@@ -419,6 +443,8 @@ class WrapperChain:
         self.dispatcher = Dispatcher(self.base, self.original)
         self.dispatcher.function.__ovpatch__ = ChainMark(self)  # type: ignore[attr-defined]  # a function takes any attribute
         self.installed = make_descriptor(self.slot, self.kind, self.dispatcher.function)
+        if self.kind is SlotKind.FUNCTION:
+            _list_in_torchscript(self.dispatcher.function, self.original)
 
     def stage_patches(self, patches: Sequence[Patch]) -> Staged:
         """Return the wrappers of the chain with additional patches, without changing the active wrappers.

@@ -484,7 +484,8 @@ class _Solver:
         def report(done: int, cost: float) -> None:
             if self.progress is not None and self.best is not None:
                 best, origin = min((self.best[0], self.best[1]), (cost, "search"))
-                self.progress(Progress(min(1.0, (spent + done) / self.effort), best, origin))
+                share = min(1.0, (spent + done) / self.effort) if self.effort else 1.0
+                self.progress(Progress(share, best, origin))
 
         cost, found = search.anneal(
             effort, random.Random(f"{self.seed}/{number}"), self.bound, report

@@ -30,16 +30,11 @@ from ovpatch.planner.solver import (
 _SOLVED: Final = "solved"
 _ONE_BY_ONE: Final = "bidirectional"
 _DOUBLED: Final = "bidirectional, forwards doubled"
-# The names of the fixed orders as the engine runs them.
-_ENGINE_NAMES: Final = {
-    name: f"{name}, early sends" if order.is_torchs else name for name, order in ORDERS.items()
-}
+# The names of the runs of stock PyTorch, by the order. As in a measured plan, the engine's run has the order's name.
+_STOCK_NAMES: Final = {name: f"stock {name}" for name, order in ORDERS.items() if order.torch_class}
 _SETTINGS: Final = {
-    **{name: {} for name, order in ORDERS.items() if order.is_torchs},
-    **{
-        row_name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name}
-        for name, row_name in _ENGINE_NAMES.items()
-    },
+    **{name: {} for name in _STOCK_NAMES.values()},
+    **{name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name} for name in ORDERS},
     "zb-v": {"OVPATCH_PIPELINE": "1"},
     _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
     _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
@@ -150,12 +145,12 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
     if placement != "straight":
         return []
     known = []
-    for name, order in ORDERS.items():
+    for name in ORDERS:
         schedule = build_order(name, ranks=ranks, microbatches=microbatches)
-        if order.is_torchs:
-            known.append((name, schedule))
+        if name in _STOCK_NAMES:
+            known.append((_STOCK_NAMES[name], schedule))
         # The engine splits each full backward, so that input gradients are sent early.
-        known.append((_ENGINE_NAMES[name], split_backwards(schedule)))
+        known.append((name, split_backwards(schedule)))
     return known
 
 

@@ -13,7 +13,8 @@ class _Amount(int):
 
     def __format__(self, spec: str) -> str:
         if spec == "bytes":
-            return format_bytes(self)
+            # This method would format the amount again.
+            return format_bytes(int(self))
         plural = "" if self == 1 or not spec else "s"
         return f"{int(self):,} {spec}{plural}".rstrip()
 

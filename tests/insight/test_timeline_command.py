@@ -244,6 +244,8 @@ def test_two_folders_are_compared_and_may_lie_in_the_output_folder(timeline, tmp
         ),
         (("--compare", "stock", "empty"), 2, "there is no stock. Name two folders"),
         (("--compare", "empty", "patched"), 2, "there is no patched. Name two folders"),
+        (("--compare", "test", "patched"), 2, "there is no test and no patched. Name two folders"),
+        (("--compare", "test", "empty"), 2, "there is no test. Name two folders"),
         (("stock", "patched"), 127, "stock: command not found"),
     ],
 )
@@ -252,6 +254,15 @@ def test_traces_that_cannot_be_used(timeline, tmp_path, line, code, message):
     found, out, err = timeline(*line)
     assert (found, out) == (code, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "line", [("--", "test", "b"), ("python3", "train.py"), ("python3", "-V"), ("test", "b", "c")]
+)
+def test_a_command_of_few_words_is_no_missing_folder(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    command._refuse_missing(line)
 
 
 def test_how_steps_were_found_is_a_remark(timeline, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -505,3 +506,11 @@ def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, paramet
     assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (
         verdict is Conclusion.BITWISE
     )
+
+
+def test_the_page_lists_each_verdict_with_its_words_in_json_and_its_exit_code():
+    page = Path(__file__).parents[2] / "docs" / "verify.md"
+    cells = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:3] == "| `"]
+    listed = {tuple(cell.strip().strip("`") for cell in row) for row in cells if len(row) == 4}
+    listed = {(words, name, code) for words, _, name, code in listed}
+    assert listed == {(its.words, its.value, str(int(its.code))) for its in Conclusion}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import math
@@ -409,3 +410,61 @@ def test_torchscript_compiles_the_original_of_a_patched_forward(pm: PatchManager
     assert torch.equal(scripted(x), stock(x))
     pm.revert()
     assert torch.equal(torch.jit.script(Scripted())(x), stock(x))
+
+
+class CallsC(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_compiles_callers_of_a_patched_function_that_is_written_in_c(
+    pm: PatchManager,
+) -> None:
+    """It has no source to read: TorchScript finds such a function in a table."""
+    x, table = torch.ones(2), torch.jit._builtins._builtin_table
+    stock = CallsC()(x)
+    pm.register_patch("torch.nn.functional.gelu", wrap=plus(1.0))
+    pm.apply()
+    installed = id(torch.nn.functional.gelu)
+    assert torch.equal(CallsC()(x), stock + 1)
+    assert torch.equal(torch.jit.script(CallsC())(x), stock)
+    pm.revert()
+    assert torch.equal(torch.jit.script(CallsC())(x), stock)
+    assert installed in table
+    gc.collect()
+    assert installed not in table, "another function may get this identity"
+
+
+BEFORE_TORCH = """
+import warnings
+from ovpatch.patching import PatchManager
+
+def wrap(original):
+    return lambda *args, **kwargs: original(*args, **kwargs)
+
+pm = PatchManager()
+pm.register_patch("torch.nn.functional.gelu", wrap=wrap)
+pm.apply()
+import torch
+assert torch.nn.functional.gelu.__ovpatch__
+
+def call(x):
+    return torch.nn.functional.gelu(x)
+
+warnings.simplefilter("ignore")
+torch.jit.script(call)
+print("compiled")
+"""
+
+
+def test_torchscript_compiles_callers_of_a_function_that_was_patched_while_torch_was_imported(
+    tmp_path: Path,
+) -> None:
+    # TorchScript reads the source of its callers.
+    script = tmp_path / "script.py"
+    script.write_text(BEFORE_TORCH)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=patience.scale(120)
+    )
+    assert done.stdout == "compiled\n", done.stderr

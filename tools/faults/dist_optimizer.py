@@ -104,8 +104,15 @@ FAULTS: Final = (
     Fault(
         "a rank falls back alone while peers raise errors",
         _SHARDING + "sharded_optimizer.py",
-        "        if passed_groups:\n",
+        "        if groups_ahead:\n",
         "        if False:\n",
+        (_RUN_AHEAD,),
+    ),
+    Fault(
+        "a vote that a promise has ended does not report that peers have continued",
+        _SHARDING + "agreement.py",
+        "            self.has_peers_ahead = any(",
+        "            self.has_peers_ahead = not missing and any(",
         (_RUN_AHEAD,),
     ),
     Fault(

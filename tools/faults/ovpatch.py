@@ -147,8 +147,8 @@ FAULTS: Final = (
     Fault(
         "a plan predicts the engine's own orders as torch would run them",
         "ovpatch/planner/what_if.py",
-        "known.append((_ENGINE_NAMES[name], split_backwards(schedule)))",
-        "known.append((_ENGINE_NAMES[name], split_backwards(schedule) if order.is_torchs else schedule))",
+        "known.append((name, split_backwards(schedule)))",
+        "known.append((name, split_backwards(schedule) if name in _STOCK_NAMES else schedule))",
         ("tests/plugins/pipeline/test_orders.py",),
     ),
 )

@@ -19,21 +19,25 @@ class FixedOrder:
         count_warmup: Returns the number of forwards before the first backward, from the number of the stage, of
             stages, and of microbatches. More than there are microbatches means all of them.
         count_lag: Returns the number of microbatches by which W follows B on a stage. None: backwards are full.
-        is_torchs: Whether a class of torch has the order, so that it needs no option.
+        torch_class: The class of torch that has the order, so that it needs no option. Default: none.
         is_experimental: Whether no result file shows a gain; see ``benchmarks/value.toml``.
         help: The sentence about its memory in the help of the option, which begins with the name. Default: none.
     """
 
     count_warmup: Callable[[int, int, int], int]
     count_lag: Callable[[int], int] | None = None
-    is_torchs: bool = False
+    torch_class: str = ""
     is_experimental: bool = False
     help: str = ""
 
 
 ORDERS: Final[Mapping[str, FixedOrder]] = {
-    "gpipe": FixedOrder(lambda stage, ranks, microbatches: microbatches, is_torchs=True),
-    "1f1b": FixedOrder(lambda stage, ranks, microbatches: ranks - stage, is_torchs=True),
+    "gpipe": FixedOrder(
+        lambda stage, ranks, microbatches: microbatches, torch_class="ScheduleGPipe"
+    ),
+    "1f1b": FixedOrder(
+        lambda stage, ranks, microbatches: ranks - stage, torch_class="Schedule1F1B"
+    ),
     # The handcrafted orders of Zero Bubble Pipeline Parallelism (arXiv 2401.10241). At most `ranks` microbatches wait
     # for their W on any rank with the first, and `2 * ranks - 1` with the second.
     "zb-h1": FixedOrder(
@@ -54,6 +58,11 @@ function. So the option offers these values, and races compare them, and merge t
 value that only the user can know needs an option, and an argument of :func:`.orders.build_order` that all of its
 callers pass.
 """
+
+TORCH_ORDERS: Final[Mapping[str, str]] = {
+    order.torch_class: name for name, order in ORDERS.items() if order.torch_class
+}
+"""The names of the orders that torch has, by its class."""
 
 
 def describe_orders() -> str:

@@ -56,18 +56,13 @@ _REMEDY: Final = (
 )
 
 _REASON_ORDER: Final = (
-    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of "
-    "different parameters, "
-    "after which no optimizer of the process group is sharded. Use the same order on every rank; a "
-    "set has none"
+    "ranks stepped, clipped or unscaled optimizers in orders that differ (a set has none), or with "
+    "gradients of different parameters, so no optimizer of the process group is sharded"
 )
 
 _REASON_MISSING: Final = (
     "a rank did not reach a step that its peers have reached, because it waited for them elsewhere "
-    "or came too late. "
-    "No optimizer of the process group is sharded afterwards. Create and step the same optimizers "
-    "in the same order "
-    "on every rank"
+    "or came too late, so no optimizer of the process group is sharded"
 )
 
 _WARNING_WAITING: Final = (
@@ -154,12 +149,12 @@ class StepVotes:
     next rank reaches it, so a closed chain is no coincidence.
 
     Attributes:
-        reason: Why no rank of the group votes again; "" as long as ranks vote. A warning and the
-            report show it for each optimizer that falls back.
+        reason: The fact that ends the votes, as a clause without a remedy; "" as long as ranks vote.
+            A warning and the report show it for each optimizer that falls back.
         spans_groups: Whether some rank's optimizer of the last vote has models of several process
             groups.
-        has_passed_peers: Whether peers run ahead: they have voted on other work, and continue with
-            it, while this rank has voted on the first step of an optimizer.
+        has_peers_ahead: Whether peers have voted on other work, and continued with it, while this
+            rank has voted on the first step of an optimizer.
         reached: The operations that this rank has begun, by name: the number of the newest one.
         inside: The operations that this rank cannot leave without its peers, likewise.
         digest: A digest of the votes that this rank has cast without waiting for its peers.
@@ -169,7 +164,7 @@ class StepVotes:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.reason = ""
         self.spans_groups = False
-        self.has_passed_peers = False
+        self.has_peers_ahead = False
         self.reached: dict[str, int] = {VOTES: 0}
         self.inside: dict[str, int] = {}
         self.digest = 0
@@ -230,7 +225,7 @@ class StepVotes:
                 steps only.
         """
         self.spans_groups = False
-        self.has_passed_peers = False
+        self.has_peers_ahead = False
         if self.reason:
             return False
         if waits and self._is_connected:
@@ -346,12 +341,14 @@ class StepVotes:
                 ):
                     return False
         except PeerError as error:
-            self._end(f"{error} {_REMEDY}")
+            # The error ends with its remedy, and a reason is a clause of other messages.
+            _log.warning("%s", error)
+            self._end(f"not all of rank {name_group_ranks(group, missing)} replied in a vote")
             return False
         finally:
             self.inside.pop(VOTES, None)
             # A rank that runs ahead has voted on another step, and continues with it.
-            self.has_passed_peers = any(not (vote.text or vote.outcome) for vote in votes.values())
+            self.has_peers_ahead = any(not (vote.text or vote.outcome) for vote in votes.values())
         return self._judge(group, votes)
 
     def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
@@ -367,7 +364,9 @@ class StepVotes:
             parts = " but ".join(
                 f"{text} on rank {name_group_ranks(group, found)}" for text, found in ranks.items()
             )
-            self._end(f"ranks step different optimizers: {parts}. {_REMEDY}")
+            self._end(
+                f"ranks step different optimizers, as scripts that shard the work themselves do: {parts}"
+            )
         return not outcome and not self.reason
 
     # ---------------------------------------------------------------- ranks that wait for each other

@@ -448,14 +448,14 @@ class ShardedOptimizer:
             is_leaving |= model.is_local or model.is_stock
         spans_groups = len(tags) > 1 and len({model.group for model in tags}) > 1
         agreed = []
-        passed_groups: set[torch.distributed.ProcessGroup] = set()
+        groups_ahead: set[torch.distributed.ProcessGroup] = set()
         is_local = is_leaving
         for model, tag in tags.items():
             model.is_local |= is_leaving
             model.cast_vote(tag, text=descriptions.get(model, ""), spans_groups=spans_groups)
             is_local |= model.is_local
-            if model.is_local and _has_passed_peers(model):
-                passed_groups.add(model.group)
+            if model.is_local and _has_peers_ahead(model):
+                groups_ahead.add(model.group)
                 # A peer may wait at the barrier of this group, so this rank waits for no further
                 # vote.
                 is_leaving = True
@@ -471,17 +471,19 @@ class ShardedOptimizer:
             return ""
         for model in tags:
             model.is_local = True
-            is_awaited = model.group in passed_groups or self._is_awaited(model, is_leaving)
+            is_awaited = model.group in groups_ahead or self._is_awaited(model, is_leaving)
             if model.step_barrier is not None and is_awaited:
                 model.step_barrier.abort()
                 abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
         reason = next(filter(None, reasons), REASON_LOCAL)
-        if passed_groups:
+        if groups_ahead:
             self._end_sharding(reason)
             # Peers raise at the barrier of steps. This rank would wait for them in its next
             # collective.
-            raise RuntimeError(_describe_peers_continued(self._optimizer(), reason))
+            raise RuntimeError(
+                _ERROR_PEERS_CONTINUED.format(type(self._optimizer()).__name__, reason)
+            )
         return reason
 
     @staticmethod
@@ -633,7 +635,9 @@ class ShardedOptimizer:
         try:
             self.unshard()
         except PeerError as error:
-            raise RuntimeError(_describe_peers_continued(optimizer, reason)) from error
+            raise RuntimeError(
+                _ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason)
+            ) from error
         if optimizer is not None:
             self._on_fallback(optimizer, reason)
 
@@ -693,16 +697,11 @@ def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     return list({model.group: model for model in models}.values())
 
 
-def _describe_peers_continued(optimizer: Optimizer | None, reason: str) -> str:
-    # Some reasons are sentences.
-    return _ERROR_PEERS_CONTINUED.format(type(optimizer).__name__, reason.rstrip("."))
-
-
-def _has_passed_peers(model: ShardedGrads) -> bool:
+def _has_peers_ahead(model: ShardedGrads) -> bool:
     """Return whether peers continue with other work, and a barrier makes them raise an error."""
     # Models that were left to torch cast no votes, so an earlier vote has set their flag.
     is_voting = model.step_barrier is not None and not model.is_stock
-    return is_voting and model.votes is not None and model.votes.has_passed_peers
+    return is_voting and model.votes is not None and model.votes.has_peers_ahead
 
 
 def _evaluate_closure(

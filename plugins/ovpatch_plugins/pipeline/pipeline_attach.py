@@ -35,6 +35,7 @@ from ovpatch.overlap.pipelining.ir import (
 )
 from ovpatch.overlap.pipelining.messages import AHEAD, Messages, blocks_host, find_group_reason
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
+from ovpatch.overlap.pipelining.order_table import TORCH_ORDERS
 from ovpatch.overlap.pipelining.orders import (
     build_bidirectional_order,
     build_order,
@@ -66,11 +67,9 @@ BIDIRECTIONAL: Final = "ScheduleBidirectional"
 
 # The key of a schedule's attachment.
 _ATTACHED: Final = "pipeline: attached"
-# The names of the orders of torch's classes with one stage per rank.
-_SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 # Classes that bring their own order, so that schedule=auto may replace it. Other orders are the script's choice.
 _REPLACEABLE: Final = (
-    *_SINGLE,
+    *TORCH_ORDERS,
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
@@ -78,7 +77,7 @@ _REPLACEABLE: Final = (
     "ScheduleDualPipeV",
 )
 
-_REASON_UNREDUCED: Final = (
+_WARNING_UNREDUCED: Final = (
     "torch computes the first step of stages in "
     "DistributedDataParallel(find_unused_parameters=True or static_graph=True), and its own step of "
     "this class does not reduce all gradients, so that replicas differ afterwards. Turn these "
@@ -172,7 +171,7 @@ def _read_facts(schedule: Any, owner: str) -> tuple[Any, ...]:
     """Return the objects on which the decision about a schedule rests."""
     stages = list_stages(schedule)
     own = None
-    if owner not in _SINGLE:
+    if owner not in TORCH_ORDERS:
         orders = (
             getattr(schedule, "pipeline_order_with_comms", None)
             or getattr(schedule, "pipeline_order", None)
@@ -322,7 +321,7 @@ def attach_schedule(
     lowered = _read_lowered_order(schedule, rank)
     choice = choose_messages(group, shape, options)
     programs = plan_programs(orders, shape, rank, choice.ahead, lowered.shardings)
-    is_split = owner not in _SINGLE and any(action.kind is Kind.W for action in orders[rank])
+    is_split = owner not in TORCH_ORDERS and any(action.kind is Kind.W for action in orders[rank])
     stages = make_stages(
         shape, programs, options, schedule=schedule, lowered=lowered, splits_all=is_auto
     )
@@ -353,8 +352,8 @@ def attach_schedule(
         transport=messages.remarks,
     )
     if first_step.is_stock and is_split:
-        report.notes.append(_REASON_UNREDUCED)
-        _log.warning("%s: %s", report.name, _REASON_UNREDUCED)
+        report.notes.append(_WARNING_UNREDUCED)
+        _log.warning("%s: %s", report.name, _WARNING_UNREDUCED)
     if options["forward_doubling"] and owner != BIDIRECTIONAL:
         report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
     note_schedule(report)
@@ -426,11 +425,11 @@ def _choose_order(
             ranks=schedule.pp_group_size, microbatches=schedule._n_microbatches, doubles=doubles
         )
         return "bidirectional, forwards doubled" if doubles else "bidirectional", orders
-    if owner not in _SINGLE:
+    if owner not in TORCH_ORDERS:
         lowered = getattr(schedule, "pipeline_order_with_comms", None)
         return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
     wanted = options["schedule"]
-    name = _SINGLE[owner] if wanted in (AS_GIVEN, AUTO) else wanted
+    name = TORCH_ORDERS[owner] if wanted in (AS_GIVEN, AUTO) else wanted
     ranks = shape.stages[0].stage.num_stages
     return name, build_order(name, ranks=ranks, microbatches=schedule._n_microbatches)
 

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
 from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
+from ovpatch.overlap.pipelining.order_table import TORCH_ORDERS
 from ovpatch_plugins.pipeline.options import OPTIONS
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 # Torch's classes that define their own _step_microbatches. All others inherit one of these.
 _CLASSES = (
-    (_SCHEDULES, "ScheduleGPipe"),
-    (_SCHEDULES, "Schedule1F1B"),
+    *((_SCHEDULES, name) for name in TORCH_ORDERS),
     (_SCHEDULES, "PipelineScheduleMulti"),
     (_SCHEDULES, "_PipelineScheduleRuntime"),
     ("ovpatch_plugins.pipeline.variants.bidirectional", "ScheduleBidirectional"),
@@ -41,8 +41,7 @@ FEATURE: Final = Feature(
 
 # Names in a script that runs a pipeline. The report shows the first that it finds.
 _SCRIPT_NAMES: Final = (
-    "Schedule1F1B",
-    "ScheduleGPipe",
+    *TORCH_ORDERS,
     "ScheduleInterleaved1F1B",
     "ScheduleLoopedBFS",
     "ScheduleInterleavedZeroBubble",

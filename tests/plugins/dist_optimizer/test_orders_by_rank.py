@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ovpatch.overlap.comm import host_barrier
+from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
 from tests.plugins.ddp.arms import Record, data, device, named, seeded
 from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp, on, params
 from tests.plugins.dist_optimizer.test_loops import net
+from tests.support import signs
 from tests.support.equality import compare
 from tests.support.errors import error_of
 from tests.support.rarely import RARELY
@@ -416,6 +418,34 @@ class EarlyFallback(OneNewOptimizer):
                 super().step(step)
 
 
+class OneIsMissing(OneNewOptimizer):
+    """The first vote of rank 0 ends without rank 2, which has promised it, after rank 1 has passed that vote."""
+
+    def step(self, step: int) -> None:
+        if step != self.begin:
+            super().step(step)
+            return
+        name = self.group.group_name
+        place = sharded_grads.find(self.models[0].module[0].weight)
+        first, second = self.order(step, self.opts)
+        if dist.get_rank() == 0:
+            signs.await_rank(1, f"{name}: passed")
+            # Rank 0 waits for no missing rank, so it ends the vote once the replies have come.
+            votes = mock.Mock() if place is None else place[0].votes
+            try:
+                with mock.patch.object(votes, "_timeout_s", -1.0):
+                    first.step()
+            finally:
+                signs.give(f"{name}: ended")
+        elif dist.get_rank() == 1:
+            first.step()
+            signs.give(f"{name}: passed")
+        else:
+            signs.await_rank(0, f"{name}: ended")
+            first.step()
+        second.step()
+
+
 class OneOverBoth(Script):
     """One rank steps a new optimizer over both models, and its peers step an older one."""
 
@@ -451,7 +481,7 @@ class OneOverTwoGroups(Script):
 
 
 AHEAD = CASES | {cls.__name__: cls for cls in (
-    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales, EarlyFallback, OneOverBoth, OneOverTwoGroups,
+    LastSteps, LastStepsOfOne, FirstSteps, LastUnscales, EarlyFallback, OneOverBoth, OneOverTwoGroups, OneIsMissing,
 )}  # fmt: skip
 
 # These hosts find the difference in a first vote, or it makes none.
@@ -505,11 +535,14 @@ def any_close(value: torch.Tensor, moments: list[torch.Tensor]) -> bool:
     return bool((close[0] | close[1]).all())
 
 
-ON_THREE = ["LaterSteps", "LastSteps", "LastStepsOfOne", "LastUnscales", "EarlyFallback"]
+ON_THREE = [
+    "LaterSteps", "LastSteps", "LastStepsOfOne", "LastUnscales", "EarlyFallback", "OneIsMissing",
+]  # fmt: skip
 KNOWN_ERRORS = (
     "in orders that differ",
     "does not join this collective",
     "step different optimizers",
+    "peers have already continued",
 )
 
 

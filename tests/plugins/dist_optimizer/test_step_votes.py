@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from ovpatch_plugins.dist_optimizer import agreement
 from ovpatch_plugins.dist_optimizer.agreement import _REASON_MISSING, _REASON_ORDER, StepVotes, Vote
+from tests.support import signs
+from tests.test_error_texts import has_remedy
 
 
 def voter(*, is_connected: bool) -> Callable[..., bool]:
@@ -75,6 +79,42 @@ def end(is_connected: bool, differs: bool) -> tuple[bool, str]:
     if rank == 2:
         assert votes._reply({"end": number})[0] == {"is promised": True}
     return votes.agree(Vote(rank if differs else 5, "the step"), waits=True), votes.reason
+
+
+def differ_at_first() -> str:
+    """Return the reason after ranks have voted on the first steps of optimizers that differ."""
+    votes = StepVotes.for_group(dist.new_group(), torch.device("cpu"))
+    rank = dist.get_rank()
+    assert not votes.agree(Vote(rank, f"optimizer {rank}"), waits=True)
+    return votes.reason
+
+
+def test_the_reason_names_the_optimizers_and_has_no_remedy(ranks):
+    text = "ranks step different optimizers, as scripts that shard the work themselves do: "
+    text += "optimizer 0 on rank 0 but optimizer 1 on rank 1"
+    assert ranks(2)(differ_at_first) == [text] * 2
+
+
+def lose_peer() -> tuple[str, list[str]]:
+    """Vote on rank 0 while a peer cannot reply; return the reason, and the warnings of rank 0."""
+    votes = StepVotes.for_group(dist.new_group(), torch.device("cpu"))
+    dist.barrier()
+    if dist.get_rank():
+        with mock.patch.object(StepVotes, "_reply_vote", side_effect=ValueError("no vote")):
+            signs.await_rank(0, "voted")
+        return "", []
+    with mock.patch.object(agreement._log, "warning") as warning:
+        assert not votes.agree(Vote(1, "first step"), waits=True)
+    signs.give("voted")
+    return votes.reason, [str(call.args[1]) for call in warning.mock_calls]
+
+
+def test_a_vote_without_a_reply_warns_with_the_remedy_and_gives_the_fact_as_the_reason(ranks):
+    (reason, warnings), _ = ranks(2)(lose_peer)
+    assert reason == "not all of rank 1 replied in a vote"
+    (warning,) = warnings
+    assert "ValueError: no vote" in warning
+    assert has_remedy(warning)
 
 
 def reasons() -> dict[tuple[bool, bool], tuple[bool, str]]:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from ovpatch.overlap.pipelining.ir import Action, Kind, ScheduleError, list_messages
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
-from ovpatch.overlap.pipelining.order_table import ORDERS, FixedOrder
+from ovpatch.overlap.pipelining.order_table import ORDERS, TORCH_ORDERS, FixedOrder
 from ovpatch.overlap.pipelining.orders import (
     build_order,
     build_placement,
@@ -27,8 +27,6 @@ from tests.support import patience
 from tests.support.environment import clean
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 3), (4, 4), (4, 12), (8, 5), (8, 32)]
-# The classes of torch with one stage per rank, by the order that they have.
-CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
 
 
@@ -54,10 +52,10 @@ def test_fixed_orders_keep_the_rules_also_with_few_microbatches(name, ranks, mic
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 12), (8, 32)])
-@pytest.mark.parametrize("name", [name for name, order in ORDERS.items() if order.is_torchs])
-def test_orders_that_the_table_calls_torchs_are_those_of_its_classes(name, ranks, microbatches):
+@pytest.mark.parametrize("torch_class", TORCH_ORDERS)
+def test_orders_of_a_class_of_torch_are_those_of_the_class(torch_class, ranks, microbatches):
     made = [
-        getattr(torch_schedules, CLASSES[name])(
+        getattr(torch_schedules, torch_class)(
             BareStage(rank, stages=ranks, ranks=ranks, rank=rank),
             microbatches,
             loss_fn=lambda output, target: output,
@@ -65,7 +63,7 @@ def test_orders_that_the_table_calls_torchs_are_those_of_its_classes(name, ranks
         for rank in range(ranks)
     ]
     theirs = convert_torch_order(made[0]._get_pipeline_order())
-    ours = build_order(name, ranks=ranks, microbatches=microbatches)
+    ours = build_order(TORCH_ORDERS[torch_class], ranks=ranks, microbatches=microbatches)
     assert ours[:-1] == theirs[:-1]
     # torch numbers the Fs of 1F1B's last rank from 1 here, although its runtime starts at 0.
     assert [action.kind for action in ours[-1]] == [action.kind for action in theirs[-1]]

@@ -61,6 +61,12 @@ def test_the_heuristic_of_the_paper_has_the_bubble_rates_of_its_authors(vector):
     assert 1 - size[1] * sum(size[2:5]) / min(spans) == pytest.approx(rate, abs=ROUNDED)
 
 
+def test_an_effort_of_zero_reports_that_all_is_done():
+    problem, seen = make_problem(4, 8, 1000, 1000, 1000, 0, 1.0), []
+    check(problem, solve(problem, effort=0, progress=seen.append))
+    assert {progress.done for progress in seen} == {1.0}
+
+
 def test_published_vectors_are_met_or_beaten():
     """The test uses the vectors whose transfers take time."""
     beaten = 0
