@@ -70,6 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # The modules of all tests live as long as the run. A test that collects garbage would read a million objects.
+    gc.freeze()
     gc.enable()
 
 

@@ -481,7 +481,9 @@ def _rebind_references(
 def _restore_late_references(chains: Sequence[WrapperChain]) -> None:
     """Point references to an installed function that modules took after ``apply()`` to the original."""
     installed = {
-        id(chain.dispatcher.function): chain for chain in chains if is_module(chain.slot.owner)
+        id(chain.dispatcher.function): chain
+        for chain in chains
+        if is_module(chain.slot.owner) and chain.is_shared
     }
     slots = {(id(write.owner), write.name) for chain in chains for write in chain.writes}
     for module, name, found in list(find_references(installed)) if installed else ():

@@ -19,6 +19,9 @@ from ovpatch.patching.target import get_namespace, is_class, is_module
 
 _OWN_PACKAGES: Final = ("ovpatch", "ovpatch_plugins")
 
+# Does what get_namespace() does, for modules alone, in the loop over all modules.
+_read_namespace: Final = types.ModuleType.__getattribute__
+
 # The module, the name of its attribute, and the id() of the object that the attribute refers to.
 Reference = tuple[types.ModuleType, str, int]
 
@@ -35,7 +38,7 @@ def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
     for module in {
         id(module): module for module in list(sys.modules.values()) if is_module(module)
     }.values():
-        values = get_namespace(module)
+        values = _read_namespace(module, "__dict__")
         if wanted.isdisjoint(map(id, list(values.values()))):
             continue
         for name, value in list(values.items()):

@@ -435,6 +435,8 @@ class WrapperChain:
     writes: list[SlotWrite] = field(default_factory=list, init=False)
     # The writes to references in other modules, as after ``from m import f``.
     references: list[SlotWrite] = field(default_factory=list, init=False)
+    # The number of references to the installed function while only this chain has it.
+    _own_references: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.kind = get_slot_kind(self.slot)
@@ -445,6 +447,7 @@ class WrapperChain:
         self.installed = make_descriptor(self.slot, self.kind, self.dispatcher.function)
         if self.kind is SlotKind.FUNCTION:
             _list_in_torchscript(self.dispatcher.function, self.original)
+        self._own_references = self._count_references()
 
     def stage_patches(self, patches: Sequence[Patch]) -> Staged:
         """Return the wrappers of the chain with additional patches, without changing the active wrappers.
@@ -569,6 +572,14 @@ class WrapperChain:
             write for write in self.references if read_slot(write.owner, write.name) is write.new
         ]
         return tuple(f"{format_owner(write.owner)}.{write.name}" for write in held)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if anything besides this chain refers to the installed function, such as a slot or a module."""
+        return self._count_references() > self._own_references
+
+    def _count_references(self) -> int:
+        return sys.getrefcount(self.dispatcher.function)
 
     @property
     def is_reached(self) -> bool:

@@ -375,7 +375,7 @@ class Session:
         """Turn features off; see :func:`ovpatch.revert`."""
         with self._exclusive():
             names = [_check_name(name) for name in requested]
-            known = self._records or plugins.find_plugins()
+            known = self._records or (plugins.find_plugins() if names else {})
             for name in names:
                 if name not in known:
                     raise SettingsError(settings.describe_unknown_feature("revert()", name, known))

@@ -7,7 +7,6 @@ tests need ``ALL_CASES=1``.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -255,15 +254,12 @@ DIFFERENCES = ("hierarchical", "shard_over", "version of ovpatch")
 
 def differ(what: str, group: dist.ProcessGroup) -> str:
     is_second = dist.get_rank() == 1
-    version = importlib.metadata.version
     options = dict(OPTIONS)
     if is_second and what == "hierarchical":
         options["ddp"] = {"hierarchical": "off"}
     if is_second and what == "shard_over":
         options["dist_optimizer"] = {**OPTIONS["dist_optimizer"], "shard_over": "world"}
-    other = mock.patch(
-        "importlib.metadata.version", lambda name: "0.0.1" if name == "ovpatch" else version(name)
-    )
+    other = mock.patch("ovpatch.overlap.comm.consensus.get_version", return_value="0.0.1")
     with ovpatch.applied(*FEATURES, options=options):
         if is_second and what == "version of ovpatch":
             other.start()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ovpatch.insight.equality import Verdict
 from tests.plugins.ddp.arms import Record, all_both, data, record_steps
 from tests.support.equality import compare
 from tests.support.hosts import fake_hosts
@@ -100,6 +101,11 @@ def _remarks():
     return report.REMARKS
 
 
+def has_same_runs(result, first):
+    arms = [[runs[arm] for arm in ("stock", "patched", "reordered")] for runs in (result, first)]
+    return compare(*arms).verdict is Verdict.BITWISE
+
+
 @pytest.mark.parametrize(("world", "hosts"), [*EVEN.items(), *UNEVEN.items()], ids=str)
 def test_gradients_are_those_of_stock_and_the_same_on_all_ranks(ranks, world, hosts):
     cases = CASES if hosts == EVEN[4] else {name: CASES[name] for name in ("", "many buckets")}
@@ -107,9 +113,13 @@ def test_gradients_are_those_of_stock_and_the_same_on_all_ranks(ranks, world, ho
     results = [result for result, _ in replies]
     for name in cases:
         for result in results:
-            compare(
-                result[name]["stock"], result[name]["patched"], reordered=result[name]["reordered"]
-            ).assert_equal()
+            # Ranks mostly have the same bits, which are compared much faster than noise is measured.
+            if result is results[0] or not has_same_runs(result[name], results[0][name]):
+                compare(
+                    result[name]["stock"],
+                    result[name]["patched"],
+                    reordered=result[name]["reordered"],
+                ).assert_equal()
             assert result[name]["counters"]["stock_models"] == 0
             for own, first in zip(
                 result[name]["patched"], results[0][name]["patched"], strict=True

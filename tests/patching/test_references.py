@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from ovpatch.patching import PatchManager
+import pytest
+
+from ovpatch.patching import PatchManager, manager
+from ovpatch.patching.references import Reference, find_references
 
 from .conftest import MakeModule
 from .tools import only, patch, same, snapshot, tag
@@ -34,6 +39,33 @@ def test_reference_taken_after_apply_is_given_back_too(pm: PatchManager, make: M
     assert late.g() == "w(f)"
     pm.revert()
     assert late.g is stock
+
+
+def test_modules_are_searched_again_only_if_something_refers_to_the_installed_function(
+    pm: PatchManager, make: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+
+    def search(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
+        searches.append(len(ids))
+        return find_references(ids)
+
+    monkeypatch.setattr(manager, "find_references", search)
+    m = make("def f(): return 'f'\ndef g(): return 'g'")
+    user = make(f"from {m.__name__} import f")
+    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
+    pm.register_patch(f"{m.__name__}.g", wrap=tag("w"))
+    pm.apply()
+    assert searches == [4]
+    assert (user.f(), m.g()) == ("w(f)", "w(g)")
+    pm.revert()
+    assert searches == [4]
+    pm.apply()
+    late = make(f"from {m.__name__} import g as h")
+    pm.revert()
+    assert searches == [4, 4, 1]
+    assert late.h() == "g"
+    assert not hasattr(late.h, "__ovpatch__")
 
 
 def test_reference_that_somebody_changed_meanwhile_is_left_alone(

@@ -27,8 +27,9 @@ def reset() -> None:
 
     Objects of the case that live on must not change a counter, so this comes after their collection.
     """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("ovpatch_plugins.") and name.endswith(("_report", "_counters")):
+    for name in [name for name in sys.modules if name.startswith("ovpatch_plugins.")]:
+        module = sys.modules[name]
+        if name.endswith(("_report", "_counters")):
             # The defaults of the counters are attributes of their class.
             vars(module.COUNTERS).clear()
         for container in _REMARKS.get(name, ()):

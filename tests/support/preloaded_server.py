@@ -22,6 +22,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from tests.support.compiler import skip_guard_timing
 from tests.support.environment import launched
 from tests.support.preloaded import HELP_GLOO
 
@@ -234,6 +235,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     address, *modules = sys.argv[1:]
     import_all("torch", "torch._dynamo", *modules)
+    skip_guard_timing()
     server = Server(address)
     print("ready", flush=True)
     call = server.serve()

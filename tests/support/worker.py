@@ -25,6 +25,7 @@ import torch.distributed as dist
 from _pytest.outcomes import Skipped
 
 from tests.support import finalizers, fresh_reports, guard, stacks, wire
+from tests.support.compiler import skip_guard_timing
 from tests.support.environment import updated
 from tests.support.gloo import use_one_thread
 
@@ -88,6 +89,7 @@ def main(
     _settle_process(output, environment)
     finalizers.install()
     use_one_thread()
+    skip_guard_timing()
     _ignore_missing_devices()
     keep = stacks.install(stack_file)
     # Objects that exist by now are never freed. Without them, the collection after a case takes one millisecond

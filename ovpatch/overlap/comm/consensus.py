@@ -6,6 +6,7 @@ and ``comm.host_barrier`` synchronizes hosts. Steps of ``dist_optimizer`` vote, 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -105,15 +106,20 @@ def check_consistent_once(
     """
     agreed = group_state(group).values.get(_Agreed)
     if agreed is None or (topic, key) not in agreed:
-        version = importlib.metadata.version("ovpatch")
         check_consistent(
             group,
             topic,
-            {"version of ovpatch": version, **terms()},
+            {"version of ovpatch": get_version(), **terms()},
             timeout_s=wait_limit_s(group, LATE_START_S),
             remedy=remedy,
         )
         group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
+
+
+@functools.cache
+def get_version() -> str:
+    """Return the installed version of ovpatch, for which Python parses all of its metadata."""
+    return importlib.metadata.version("ovpatch")
 
 
 def agree_on_name(

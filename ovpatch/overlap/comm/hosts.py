@@ -126,7 +126,7 @@ class HostGroups:
     for the rest. A reduction starts a stage only after all earlier reductions have started theirs,
     which is the same order on all ranks.
 
-    [Note: stages on streams] On CUDA, the host launches all stages of a reduction at once, and a
+    On CUDA, the host launches all stages of a reduction at once, and a
     stream waits between them. So all hosts launch the collectives of all communicators in one
     order, and the first collective that is not over waits for no later one. Stages of several
     reductions overlap, because each communicator of NCCL has its own stream: links between hosts
@@ -193,7 +193,7 @@ class HostGroups:
     def start_on_streams(
         self, stages: Sequence[Callable[[], Sequence[Work]]], tensors: tuple[Tensor, ...]
     ) -> Work:
-        """Launch all stages of a reduction; see [Note: stages on streams].
+        """Launch all stages of a reduction in the order that the class describes.
 
         Args:
             stages: The stages. The first one reads after the work so far on the current stream.

@@ -512,12 +512,11 @@ def _make_terms(
     static_graph: bool,
 ) -> dict[str, Any]:
     """Return the settings that must be the same on all ranks, so that their collectives match."""
-    from importlib.metadata import version
-
+    from ovpatch.overlap.comm.consensus import get_version
     from ovpatch.overlap.data_parallel.grad_sharder import get_registered_terms
 
     return {
-        "version of ovpatch": version("ovpatch"),
+        "version of ovpatch": get_version(),
         "number of parameters": len(parameters),
         "number of gradient elements": sum(param.numel() for param in parameters),
         "dtypes": sorted({str(param.dtype) for param in parameters}),

@@ -90,23 +90,40 @@ def list_early_models() -> Sequence[str]:
     """Return the models that were wrapped too early."""
     distributed = sys.modules.get("torch.nn.parallel.distributed")
     torch = sys.modules.get("torch")
-    if distributed is None or torch is None or not torch.distributed.is_available():
-        return []
     # Without a process group no model can have been wrapped, and the walk over all objects is not
     # needed.
-    if not torch.distributed.is_initialized():
+    if (
+        distributed is None
+        or torch is None
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+    ):
         return []
     early = [
         type(ddp.module).__name__
-        for ddp in gc.get_objects()
-        # isinstance() would read the `__class__` of foreign objects, which may run their code.
-        if issubclass(type(ddp), distributed.DistributedDataParallel) and _has_stock_reducer(ddp)
+        for ddp in _list_instances(distributed.DistributedDataParallel)
+        if _has_stock_reducer(ddp)
     ]
     return [
         f"{name} was wrapped in DistributedDataParallel before ovpatch.apply() and keeps the "
         "stock reducer: move the line ovpatch.apply() above the line that wraps it"
         for name in early
     ]
+
+
+def _list_instances(wanted: type) -> Sequence[Any]:
+    """Return the objects of a class in this process.
+
+    Each class is checked once, because there may be a million objects. isinstance() would read the ``__class__`` of
+    foreign objects, and a set of classes would hash them, which may run their code.
+    """
+    objects = gc.get_objects()
+    # The list keeps the classes alive, so each id() belongs to one class.
+    classes = list(map(type, objects))
+    by_id = dict(zip(map(id, classes), classes, strict=True))
+    matching = {key for key, cls in by_id.items() if issubclass(cls, wanted)}
+    pairs = zip(classes, objects, strict=True) if matching else ()
+    return [found for cls, found in pairs if id(cls) in matching]
 
 
 def list_remarks() -> Sequence[str]:

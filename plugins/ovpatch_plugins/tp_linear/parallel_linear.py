@@ -323,7 +323,7 @@ class Linear(nn.Linear):
 def find_leaf(param: Any) -> Any:
     """Return the local parameter of a DTensor if an operator can use it instead; otherwise the DTensor itself.
 
-    [Note: gradients in time] ``DistributedDataParallel(device_mesh=)`` has local parameters, and its first forward
+    ``DistributedDataParallel(device_mesh=)`` has local parameters, and its first forward
     makes a DTensor of each one, whose node stays for all steps. The engine runs ready nodes by age, the oldest last. So
     all gradients would reach their parameters at the end of the backward, and no reduction would run under it. The
     gradient of a shard is a shard, to which the node does nothing.

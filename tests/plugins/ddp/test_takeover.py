@@ -21,6 +21,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
+from ovpatch_plugins.ddp import ddp_feature
 from tests.plugins.ddp.arms import Record, both, data, seen
 from tests.plugins.ddp.checks import same_bits
 from tests.support.equality import compare
@@ -416,6 +417,37 @@ def test_apply_after_the_wrap_reports_the_line_to_move(ranks, cls):
             for r in remarks
         )
         assert any("move the line" in r for r in remarks)
+
+
+class _Foreign(type):
+    """A metaclass whose classes have no hash and no equality, and whose instances run code if their class is read."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(cls, other: object) -> bool:
+        raise AssertionError("compares classes")
+
+
+def test_the_search_for_early_models_runs_no_code_of_classes_and_keeps_none():
+    class Base:
+        pass
+
+    class Strange(metaclass=_Foreign):
+        @property
+        def __class__(self):
+            raise AssertionError("reads __class__")
+
+    class Short(Base):
+        pass
+
+    strange, found = Strange(), Short()
+    assert ddp_feature._list_instances(Base) == [found]
+    freed = weakref.ref(Short)
+    del found, Short
+    gc.collect()
+    assert freed() is None
+    assert type(strange) is not Base
+    assert ddp_feature._list_instances(Base) == []
 
 
 def alone() -> dict[str, Any]:

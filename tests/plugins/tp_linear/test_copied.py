@@ -40,9 +40,9 @@ def copies_allowed(slot_bytes: int = 1 << 20) -> Iterator[None]:
         mock.patch.object(copied, "_SLOT_BYTES", slot_bytes),
         mock.patch.object(memory, "unsupported_reason", return_value=""),
     ):
-        copied.drop_support()
+        copied.drop_copy_support()
         yield
-        copied.drop_support()
+        copied.drop_copy_support()
 
 
 def differing_values(slot_bytes: int) -> tuple[list[str], int]:
@@ -99,7 +99,7 @@ def fall_back() -> tuple[bool, int, list[str]]:
         for name in ("copy", "bulk")
     ]
     remarks = list(tp_linear_feature.list_remarks())
-    copied.drop_support()
+    copied.drop_copy_support()
     return torch.equal(*found), COUNTERS.copied - used, remarks
 
 

@@ -152,7 +152,7 @@ def fall_back() -> tuple[bool, Any, list[str]]:
         for name in ("fused", "bulk")
     ]
     remarks = list(tp_linear_feature.list_remarks())
-    fused.drop_support()
+    fused.drop_fused_support()
     return torch.equal(*found), COUNTERS.fused, remarks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ovpatch.overlap.tensor_parallel.schedule_table import (
     DEFAULT_SCHEDULE,
@@ -80,30 +80,27 @@ def find_schedule_objection(name: str, group: dist.ProcessGroup, device_type: st
     return ""
 
 
-# The modules of schedules that need the GPUs of one host. A report imports none of them.
-_ONE_HOST_MODULES: Final = {"fused": "fused", "copy": "copied"}
-
-
 def list_schedule_objections() -> list[str]:
     """Return a line for each schedule that computes as ``bulk`` does on a group, with the reason."""
-    return [
-        f"schedule {name} computes as bulk does: {reason}"
-        for name, module in _loaded_modules()
-        for reason in module.list_objections()
-    ]
+    reasons = []
+    # A report imports no schedule.
+    if fused := _find_loaded("fused"):
+        reasons += [("fused", reason) for reason in fused.list_fused_objections()]
+    if copied := _find_loaded("copied"):
+        reasons += [("copy", reason) for reason in copied.list_copy_objections()]
+    return [f"schedule {name} computes as bulk does: {reason}" for name, reason in reasons]
 
 
 def drop_schedule_support() -> None:
     """Drop what schedules keep for all groups: objections, memory, copy engines."""
-    for _, module in _loaded_modules():
-        module.drop_support()
+    if fused := _find_loaded("fused"):
+        fused.drop_fused_support()
+    if copied := _find_loaded("copied"):
+        copied.drop_copy_support()
 
 
-def _loaded_modules() -> list[tuple[str, Any]]:
-    found = {
-        name: sys.modules.get(f"{__name__}.{module}") for name, module in _ONE_HOST_MODULES.items()
-    }
-    return [(name, module) for name, module in found.items() if module is not None]
+def _find_loaded(module: str) -> Any:
+    return sys.modules.get(f"{__name__}.{module}")
 
 
 def _find_class(implementation: str) -> Any:

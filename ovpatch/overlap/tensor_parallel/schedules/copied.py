@@ -164,12 +164,12 @@ def find_copy_objection(group: dist.ProcessGroup, device_type: str) -> str:
     return "" if known is None else known.reason
 
 
-def list_objections() -> list[str]:
+def list_copy_objections() -> list[str]:
     """Return the reasons for which groups with this schedule cannot use copy engines."""
     return copy_choice.list_row_objections()
 
 
-def drop_support() -> None:
+def drop_copy_support() -> None:
     """Let the copies in flight end, and drop the engines of all groups."""
     copy_choice.finish()
     drop_values(ROW_ENGINE)

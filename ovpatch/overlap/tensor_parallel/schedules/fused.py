@@ -248,12 +248,12 @@ def _find_objection(group: dist.ProcessGroup, device: torch.device) -> str:
     )
 
 
-def list_objections() -> list[str]:
+def list_fused_objections() -> list[str]:
     """Return the reasons for which groups with this schedule cannot use the kernels."""
     return sorted({objection for _, objection in group_values(_Objection) if objection})
 
 
-def drop_support() -> None:
+def drop_fused_support() -> None:
     """Drop the objections and the workspaces of all groups."""
     drop_values(_Objection)
     drop_values(Workspace)
