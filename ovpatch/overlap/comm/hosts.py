@@ -126,11 +126,11 @@ class HostGroups:
     for the rest. A reduction starts a stage only after all earlier reductions have started theirs,
     which is the same order on all ranks.
 
-    On CUDA, the host launches all stages of a reduction at once, and a
-    stream waits between them. So all hosts launch the collectives of all communicators in one
-    order, and the first collective that is not over waits for no later one. Stages of several
-    reductions overlap, because each communicator of NCCL has its own stream: links between hosts
-    and within a host work at the same time, as under FSDP2's hybrid shards.
+    On CUDA, the host launches all stages of a reduction at once, and a stream waits between them.
+    So all hosts launch the collectives of all communicators in one order, and the first collective
+    that is not over waits for no later one. Stages of several reductions overlap, because each
+    communicator of NCCL has its own stream: links between hosts and within a host work at the same
+    time, as under FSDP2's hybrid shards.
 
     Args:
         group: The process group; no reference is stored.
