@@ -466,6 +466,7 @@ TABLES = {
     "ovpatch.overlap.tensors.lazy_tensor:_zeros": "a zero for each dtype and device",
     "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook checks whether it is empty",
     "ovpatch.patching.wrapper_chain:_skipped": "code objects that Dynamo skips once it is imported",
+    "ovpatch.patching.wrapper_chain:_unlisted": "installed functions, held weakly, until torch is imported",
     "ovpatch.patching.target:_listeners": "by name of a module that is not imported yet",
     "ovpatch.session.worker_exit:_exit_actions": "actions of this process, in order",
     "ovpatch_plugins.ddp.ddp_report:REMARKS": "lines of the report",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,23 @@ def test_all_catchers_of_a_fault_are_found(repository):
         plant_faults.find_catchers(
             Fault("gone", "module.py", "a + b", "a", ("gone.py",)), repository
         )
+
+
+def test_the_time_limit_grows_with_the_load_as_limits_of_tests_do(repository, monkeypatch):
+    """Otherwise the run of a fault that makes ranks hang would end before the pool names the test."""
+    limits = []
+
+    def run(command, **kwargs):
+        limits.append(kwargs["timeout"])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(plant_faults.subprocess, "run", run)
+    for shares in (1, 10):
+        load = float(shares * (os.cpu_count() or 1))
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        fault = Fault("minus", "module.py", "a + b", "a - b", ("test_module.py",))
+        plant_faults.find_catchers(fault, repository)
+    assert limits == [900.0, 9000.0]
 
 
 def test_a_fault_that_never_ends_is_caught_by_the_time_limit(repository, monkeypatch):

@@ -92,7 +92,7 @@ HOWS = ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "a
 )
 def test_one_rank_alone_may_add_local_gradients(ranks, world, how):
     for who, when in ((0, 3), (1, 1)):
-        check_near(ranks(world)(both, local_on_one, who, when, how), when)
+        check_near(ranks(world)(both, local_on_one, who, when, how, timeout=30), when)
 
 
 def alone_at_the_end() -> list[Any]:
