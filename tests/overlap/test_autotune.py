@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import threading
@@ -472,7 +473,12 @@ def failing() -> dict[str, Any]:
         return lambda seconds: [][1] if seconds == at else time.sleep(seconds)
 
     candidates.call = fail(SLEEPS["third"])
-    chosen = make_tuner().tune(group(), candidates.tuning("third fails"))
+    recovered: list[bool] = []
+    tuning = dataclasses.replace(
+        candidates.tuning("third fails"), recover=lambda: recovered.append(True)
+    )
+    chosen = make_tuner().tune(group(), tuning)
+    assert recovered == [True]
     found["left out"] = chosen.candidate, list(chosen.times), report_lines("f")[-2]
     candidates.call = fail(SLEEPS["first"])
     with pytest.raises(IndexError):

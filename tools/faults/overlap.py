@@ -18,7 +18,7 @@ FAULTS: Final = (
         ("tests/plugins/tp_linear/test_auto.py", "tests/plugins/tp_linear/test_rare.py"),
     ),
     Fault(
-        "a sum by copies has a peer's term instead of its own",
+        "a sum by copies has the term of a peer twice",
         "ovpatch/overlap/kernels/copy_collectives.py",
         "terms.append(compute(self._rank))",
         "terms.append(compute(self._peers[0]))",

@@ -59,7 +59,7 @@ _MAX_CALLS: Final = 20
 _MAX_HOLD_MS: Final = 30.0
 # The factor for launches that take longer than the last ones did.
 _HOLD_MARGIN: Final = 1.5
-# No GPU has a higher clock, so a hold of this many cycles takes at least a millisecond.
+# Clocks of data center GPUs are lower, so a hold of this many cycles takes at least a millisecond.
 _CYCLES_PER_MS: Final = 2_100_000
 # The smallest time of a call, since a clock may show no time at all.
 _MIN_MS: Final = 1e-3
@@ -86,6 +86,7 @@ class Tuning:
         host_ms: The additional host time of a call in milliseconds, compared with the baseline, by
             candidate. Samples do not show it, because the device is busy while the host launches. A
             step that is limited by the host is longer by it. Default: none.
+        recover: Called after a candidate has failed on all ranks, which leave it out. Default: nothing.
     """
 
     key: str
@@ -95,6 +96,7 @@ class Tuning:
     needs: int = 0
     usable: Callable[[str], bool] = lambda name: True
     host_ms: Mapping[str, float] = field(default_factory=dict)
+    recover: Callable[[], object] = lambda: None
 
     def pick(self, times: Mapping[str, float]) -> str:
         """Return the candidate to choose.
@@ -616,6 +618,7 @@ class Autotuner:
                 group, f"{self._feature}: {name}", tuning.key
             ):
                 raise
+            tuning.recover()
             reason = _summarize(error)
             add_report_line(self._feature, f"{name} was left out for {tuning.key}: {reason}")
             return False

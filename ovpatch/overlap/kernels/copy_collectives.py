@@ -256,11 +256,13 @@ class Engine:
                 the copies.
         """
         item = output.itemsize
+        # An error of the script, such as a wrong shape, is raised here, before anything has changed.
+        terms = [compute(self._peers[0])]
         with self._issue_completely():
             half = self._take_half()
-            terms = []
             for rank in self._peers:
-                terms.append(compute(rank))
+                if rank != self._peers[0]:
+                    terms.append(compute(rank))
                 (term,) = _addresses(terms[-1:], [output.nbytes])
                 self._streams.begin()
                 place = half + self._get_slot_index(self._rank, rank) * self._peer_slot_bytes
@@ -395,6 +397,6 @@ _ERROR_SIZES: Final = (
 
 _ERROR_INTERRUPTED: Final = (
     "ovpatch: copies between ranks were interrupted in the middle of a call, by Ctrl-C or by an "
-    "earlier error, and peers would mistake the next call for the rest of it. Restart all ranks, "
-    "or set OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off if it happens again."
+    "earlier error, and peers would mistake the next call for the rest of it. Restart all ranks. If "
+    "it happens again, set OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off, and another schedule than copy."
 )

@@ -164,7 +164,8 @@ def _check(status: int) -> None:
     if status:
         raise RuntimeError(
             f"ovpatch: the CUDA driver refused an operation on a stream (CUresult {status}). If it "
-            "happens again, set OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off."
+            "happens again, set OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off, and another schedule than "
+            "copy."
         )
 
 

@@ -328,7 +328,9 @@ def find_leaf(param: Any) -> Any:
     all gradients would reach their parameters at the end of the backward, and no reduction would run under it. The
     gradient of a shard is a shard, to which the node does nothing.
     """
-    if type(param) is not DTensor or not param.placements[0].is_shard() or param._backward_hooks:
+    # A parameter whose gather is in flight has a subclass, and its local parameter is read without a wait here.
+    is_shard = isinstance(param, DTensor) and param.placements[0].is_shard()
+    if not is_shard or param._backward_hooks:
         return param
     node = param.grad_fn
     is_made_of_local = node is not None and type(node).__name__ == "_FromTorchTensorBackward"

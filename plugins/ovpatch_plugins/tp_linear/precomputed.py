@@ -41,11 +41,12 @@ class GatherGuard:
     ``retain_grad()`` on that tensor would miss them, if it is registered after a linear has claimed its output.
 
     Attributes:
-        claimed_weights: The weights of claimed outputs, with their versions at that time.
+        claimed_weights: The weights of claimed outputs, with the versions of them and their local tensors at that
+            time.
     """
 
     def __init__(self) -> None:
-        self.claimed_weights: list[tuple[Tensor, int]] = []
+        self.claimed_weights: list[tuple[Tensor, tuple[int, int] | None]] = []
         # A weak reference to the gathered tensor.
         self._gathered: Callable[[], Any] = lambda: None
         # The hooks of the gathered tensor, which may outlive it.
@@ -69,7 +70,7 @@ class GatherGuard:
                 linear was called.
         """
         for weight, version in self.claimed_weights:
-            if weight._version != version:
+            if _version(weight) != version:
                 raise RuntimeError(
                     f"a weight {tuple(weight.shape)} needed for gradient computation has been "
                     "modified by an inplace operation since its linear was called: change weights after backward"
@@ -153,7 +154,7 @@ class PrecomputedOutputs:
         # The rows take much memory, and after the last output no linear needs them.
         if not self._pending_outputs:
             self._rows = None
-        self._guard.claimed_weights.append((pending.weight, pending.weight._version))
+        self._guard.claimed_weights.append((pending.weight, _version(pending.weight)))
         return pending.output
 
     def _compute_deferred(self, pending: _PendingOutput) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch.overlap.kernels.autotuner import report_lines
 from ovpatch.overlap.tensor_parallel import tp_group
 from ovpatch.overlap.tensor_parallel.schedule_table import MEASURED_NAMES
-from ovpatch.overlap.tensor_parallel.schedules import autotuned, find_schedule
+from ovpatch.overlap.tensor_parallel.schedules import autotuned, find_schedule, overlapped
 from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto, Shape, round_rows
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from tests.plugins.ddp.arms import counted, seeded
@@ -152,6 +153,23 @@ def test_only_schedules_that_differ_are_measured():
     assert names("linear_scatter", "backward") == ("stock", "ring", "chunk")
     assert names("linear_reduce", "forward") == ("stock", "ring", "chunk")
     assert names("linear_reduce", "backward") == ("stock",), "nothing is sent"
+
+
+def backward_of_a_choice() -> int:
+    """Return how often the schedule of a backward gathers, if another one is chosen for forward."""
+    pair = autotuned.Pair(find_schedule("stock", 4), find_schedule("ring", 4))
+    x, weight = torch.ones(8, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
+    with (
+        mock.patch.object(Auto, "_choose", return_value=pair),
+        mock.patch.object(overlapped.Ring, "gather_linear", autospec=True) as gathers,
+    ):
+        gathers.side_effect = overlapped.Chunk.gather_linear
+        linear_reduce_scatter(x, weight, dist.group.WORLD, schedule="auto").sum().backward()
+    return gathers.call_count
+
+
+def test_the_schedule_that_is_chosen_for_a_backward_runs_it(ranks):
+    assert ranks(2)(backward_of_a_choice) == [1, 1]
 
 
 # --- models ---

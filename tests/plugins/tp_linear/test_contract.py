@@ -8,6 +8,7 @@ import io
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -414,41 +415,51 @@ def test_two_dimensional_meshes(ranks, kind):
         assert (counted["calls"], counted["shared_calls"], counted["stock_calls"]) == (16, 10, 0)
 
 
-def order_of_gradients() -> list[str]:
+def order_of_gradients(dp: int, *features: str) -> list[str]:
     """Return the names of linears' weights and of the first layer's output in the order of their gradients."""
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     torch.manual_seed(0)
-    meshes = mesh(1, dist.get_world_size(), names=("dp", "tp"))
-    model: nn.Module = parallel_llama(Llama(layers=2), meshes["tp"])
-    wrapped = DDP(model, device_mesh=meshes["dp"])
-    found: list[str] = []
-    for name, param in wrapped.module.named_parameters():
-        if param.dim() == 2:
-            param.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+    meshes = mesh(dp, dist.get_world_size() // dp, names=("dp", "tp"))
+    model = parallel_llama(Llama(layers=2), meshes["tp"])
+    options = {"dist_optimizer": {"min_param_numel": 1}} if "dist_optimizer" in features else {}
+    # Gathers of few parameters each are in flight when the first linears run.
+    with ovpatch.applied(*features, options=options) if features else contextlib.nullcontext():
+        wrapped = DDP(model, device_mesh=meshes["dp"], bucket_cap_mb=0.004)
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.01)
+        found: list[str] = []
+        for name, param in wrapped.module.named_parameters():
+            if param.dim() == 2:
+                param.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
 
-    def watch_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
-        output.register_hook(lambda _: found.append("output of the first layer"))
+        def watch_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            output.register_hook(lambda _: found.append("output of the first layer"))
 
-    wrapped.module.layers[0].register_forward_hook(watch_output)
-    given = torch.arange(24).view(2, 12)
-    for _ in range(2):
-        found.clear()
-        wrapped(given).square().mean().backward()
+        wrapped.module.layers[0].register_forward_hook(watch_output)
+        given = torch.arange(24).view(2, 12)
+        for _ in range(3):
+            found.clear()
+            wrapped(given).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return found
 
 
-def test_gradients_of_weights_under_ddp_arrive_while_backward_computes(ranks):
-    for stock, ours in ranks(2)(orders_of_gradients):
+def orders_of_gradients(*features: str) -> tuple[list[str], list[str]]:
+    dp = dist.get_world_size() // 2
+    with mock.patch("ovpatch_plugins.dist_optimizer.param_all_gather._MIN_BUCKET_BYTES", 2000):
+        return order_of_gradients(dp), order_of_gradients(dp, *features)
+
+
+@pytest.mark.parametrize(
+    ("world", "features"),
+    [(2, ("tp_linear", "ddp")), (4, ("tp_linear", "ddp", "dist_optimizer"))],
+)
+def test_gradients_of_weights_under_ddp_arrive_while_backward_computes(ranks, world, features):
+    for stock, ours in ranks(world)(orders_of_gradients, *features):
         assert sorted(stock) == sorted(ours)
         split = ours.index("output of the first layer")
         early = {name for name in ours[:split] if name.startswith("layers.1.")}
         assert early == {name for name in ours if name.startswith("layers.1.")}
         # The old nodes of DTensors run last.
         assert stock[0] == "output of the first layer"
-
-
-def orders_of_gradients() -> tuple[list[str], list[str]]:
-    stock = order_of_gradients()
-    with ovpatch.applied("tp_linear", "ddp"):
-        return stock, order_of_gradients()

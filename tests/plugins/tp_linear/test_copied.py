@@ -16,7 +16,11 @@ from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.copy_choice import ROW_ENGINE
 from ovpatch.overlap.tensor_parallel.schedules import copied
-from ovpatch_plugins.tp_linear import all_gather_linear, tp_linear_feature
+from ovpatch_plugins.tp_linear import (
+    all_gather_linear,
+    linear_reduce_scatter,
+    tp_linear_feature,
+)
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 from tests.plugins.tp_linear import test_drifted_copies, test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, mesh
@@ -125,3 +129,30 @@ def reverted() -> list[bool]:
 def test_revert_drops_the_engine(ranks):
     for found in ranks(2)(reverted):
         assert found == [True, False]
+
+
+def calls_at_the_edge() -> list[str]:
+    """Return the errors of calls without rows, after an error of the script, and after a race in which copies fail."""
+    found = []
+    with copies_allowed():
+        weight = torch.ones(6, 4, dtype=torch.float64)
+        empty = torch.ones(0, 4, dtype=torch.float64)
+        (gathered,) = all_gather_linear(empty, [weight], dist.group.WORLD, **COPY)
+        scattered = linear_reduce_scatter(empty, weight, dist.group.WORLD, **COPY)
+        found += [str(out.shape) for out in (gathered, scattered) if out.shape != (0, 6)]
+        x = torch.ones(8, 4, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            linear_reduce_scatter(x, weight[:, :3], dist.group.WORLD, **COPY)
+        used = COUNTERS.copied
+        right = linear_reduce_scatter(x, weight, dist.group.WORLD, **COPY)
+        found += [] if bool((right == 4.0 * dist.get_world_size()).all()) else [f"sum: {right}"]
+        engine = group_state(dist.group.WORLD).values[ROW_ENGINE, x.device].engine
+        engine._is_within_call = True
+        copied.recover_from_failure(dist.group.WORLD, x.device)
+        linear_reduce_scatter(x, weight, dist.group.WORLD, **COPY)
+        found += [] if COUNTERS.copied == used + 2 else [f"{COUNTERS.copied - used} copies"]
+    return found
+
+
+def test_calls_at_the_edge(ranks):
+    assert ranks(2)(calls_at_the_edge) == [[], []]

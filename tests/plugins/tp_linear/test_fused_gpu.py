@@ -188,7 +188,9 @@ def numbers(dtype: torch.dtype, m: int, k: int, features: tuple[int, ...]) -> li
             if not (ours.float() - stock.float()).norm() <= 1e-2 * stock.float().norm():
                 found.append(f"{name} {which}")
     return (
-        found if COUNTERS.fused > used else [*found, "no kernel was used", *fused.list_fused_objections()]
+        found
+        if COUNTERS.fused > used
+        else [*found, "no kernel was used", *fused.list_fused_objections()]
     )
 
 

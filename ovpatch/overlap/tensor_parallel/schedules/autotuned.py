@@ -10,6 +10,7 @@ GEMMs that are computed with the gather may differ.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -162,6 +163,9 @@ class Auto(Bulk):
         regathers: Whether inputs are gathered again for the weights' gradients.
     """
 
+    # A gather that starts early is finished without the schedule that was chosen for the backward.
+    starts_grad_gather_early = False
+
     def __init__(
         self, name: str, candidates: Mapping[str, Schedule], default: str, *, regathers: bool
     ) -> None:
@@ -309,4 +313,20 @@ class Auto(Bulk):
             * (ranks.world * shape.rows * (shape.k + total_features) + shape.k * total_features)
             * shape.dtype.itemsize
         )
-        return Tuning(key, names, default, make, memory_bytes, can_run)
+        return Tuning(
+            key,
+            names,
+            default,
+            make,
+            memory_bytes,
+            can_run,
+            recover=lambda: _recover(ranks, device),
+        )
+
+
+def _recover(ranks: TPGroup, device: torch.device) -> None:
+    """Let copy engines accept calls again after a candidate has failed on all ranks."""
+    # Without schedule `copy` there is no engine, and nothing is imported for it.
+    copied = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.copied")
+    if copied is not None:
+        copied.recover_from_failure(ranks.group, device)

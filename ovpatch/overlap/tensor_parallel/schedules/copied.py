@@ -58,7 +58,7 @@ class Copied(Bulk):
         needs_gathered: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         engine = _find_engine(ranks.group, x.device)
-        if engine is None or not engine.fits(x.nbytes):
+        if engine is None or not x.numel() or not engine.fits(x.nbytes):
             return super().gather_linear(ranks, x, weights, biases, needs_gathered)
         operator_counts.counts.copied += 1
         x = x.contiguous()
@@ -87,6 +87,7 @@ class Copied(Bulk):
         result = x.new_empty((len(x) // ranks.world, len(weight)))
         if (
             engine is None
+            or not x.numel()
             or not engine.fits(result.nbytes, is_sum=True)
             or not engine.adds(result.dtype)
         ):
@@ -149,6 +150,13 @@ def _find_engine(group: dist.ProcessGroup, device: torch.device) -> Engine | Non
             return None
         known = copy_choice.find_row_engine(group, device, _SLOT_BYTES, allocate=allocate_window)
     return known.engine
+
+
+def recover_from_failure(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let a group's engine accept calls again after a call that failed in the same place on all ranks."""
+    known: Chosen | None = group_state(group).values.get((ROW_ENGINE, device))
+    if known is not None and known.engine is not None:
+        known.engine.failed_everywhere()
 
 
 def find_copy_objection(group: dist.ProcessGroup, device_type: str) -> str:
