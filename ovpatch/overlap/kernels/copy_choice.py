@@ -259,9 +259,6 @@ def choose(
         choices[what] = get_autotuner(group, device, feature, directory).tune(
             group, tuning, communicator or group
         )
-        # If a candidate has failed, it has on all ranks. After a failure on some ranks only, the
-        # autotuner would have raised.
-        engine.failed_everywhere()
     taken = [what for what, choice in choices.items() if choice.candidate == COPIES]
     chosen.gathers = "gather" in taken
     chosen.scatters = "reduce-scatter" in taken
@@ -404,7 +401,15 @@ def _make_tuning(what: str, host_ms: float, group: dist.ProcessGroup, engine: En
     key = f"{what} of {_COLLECTIVE_BYTES >> 20} MiB beside products, {group.size()} ranks"
     needs = 2 * _COLLECTIVE_BYTES + 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
     make = functools.partial(_make_candidates, what, group, engine)
-    return Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
+    return Tuning(
+        key,
+        (BACKEND, COPIES),
+        BACKEND,
+        make,
+        needs,
+        host_ms={COPIES: host_ms},
+        recover=engine.failed_everywhere,
+    )
 
 
 def _make_candidates(

@@ -15,7 +15,8 @@ import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.copy_choice import ROW_ENGINE
-from ovpatch.overlap.tensor_parallel.schedules import copied
+from ovpatch.overlap.tensor_parallel.schedules import copied, find_schedule
+from ovpatch.overlap.tensor_parallel.tp_group import get_tp_group
 from ovpatch_plugins.tp_linear import (
     all_gather_linear,
     linear_reduce_scatter,
@@ -148,7 +149,7 @@ def calls_at_the_edge() -> list[str]:
         found += [] if bool((right == 4.0 * dist.get_world_size()).all()) else [f"sum: {right}"]
         engine = group_state(dist.group.WORLD).values[ROW_ENGINE, x.device].engine
         engine._is_within_call = True
-        copied.recover_from_failure(dist.group.WORLD, x.device)
+        find_schedule("copy", 1).recover(get_tp_group(dist.group.WORLD, x.device), x.device)
         linear_reduce_scatter(x, weight, dist.group.WORLD, **COPY)
         found += [] if COUNTERS.copied == used + 2 else [f"{COUNTERS.copied - used} copies"]
     return found

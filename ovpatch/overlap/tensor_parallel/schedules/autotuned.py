@@ -10,7 +10,6 @@ GEMMs that are computed with the gather may differ.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -300,6 +299,10 @@ class Auto(Bulk):
         def can_run(name: str) -> bool:
             return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
 
+        def recover() -> None:
+            for schedule in schedules.values():
+                schedule.recover(ranks, device)
+
         # Schedules that compute this method in the same way are measured once.
         names = _list_distinct(schedules, method)
         # Files of earlier runs have these keys, so the words must not change.
@@ -313,20 +316,4 @@ class Auto(Bulk):
             * (ranks.world * shape.rows * (shape.k + total_features) + shape.k * total_features)
             * shape.dtype.itemsize
         )
-        return Tuning(
-            key,
-            names,
-            default,
-            make,
-            memory_bytes,
-            can_run,
-            recover=lambda: _recover(ranks, device),
-        )
-
-
-def _recover(ranks: TPGroup, device: torch.device) -> None:
-    """Let copy engines accept calls again after a candidate has failed on all ranks."""
-    # Without schedule `copy` there is no engine, and nothing is imported for it.
-    copied = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.copied")
-    if copied is not None:
-        copied.recover_from_failure(ranks.group, device)
+        return Tuning(key, names, default, make, memory_bytes, can_run, recover=recover)

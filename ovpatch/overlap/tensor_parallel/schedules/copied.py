@@ -24,8 +24,8 @@ from ovpatch.overlap.kernels.copy_choice import ROW_ENGINE, Chosen
 from ovpatch.overlap.kernels.copy_collectives import Engine
 from ovpatch.overlap.kernels.copy_window import allocate_window
 from ovpatch.overlap.tensor_parallel import operator_counts
-from ovpatch.overlap.tensor_parallel.schedules.overlapped import Bulk
-from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, WeightGrads, linear
+from ovpatch.overlap.tensor_parallel.schedules.overlapped import SplitGather
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, linear
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 # Bytes of a half of the window: 8192 rows of 8192 features in bf16, as four ranks send them. Larger
@@ -33,16 +33,13 @@ from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 _SLOT_BYTES: Final = 128 * 1024 * 1024
 
 
-class Copied(Bulk):
+class Copied(SplitGather):
     """The schedule in which copy engines move rows under GEMMs.
 
-    If they cannot be used for a group or a call, it computes as :class:`Bulk`.
+    If they cannot be used for a group or a call, it computes as :class:`.Bulk`.
     """
 
     name = "copy"
-    computes_ahead = True
-    # The first GEMM of the backward hides the gather, so it must not start earlier.
-    starts_grad_gather_early = False
 
     def can_run(
         self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
@@ -110,24 +107,10 @@ class Copied(Bulk):
         part = total.new_empty((len(total) // ranks.world, total.shape[1]))
         return part, WorkGroup(engine.scatter([part], [total.contiguous()], average=False))
 
-    def linear_scatter_backward(
-        self,
-        ranks: TPGroup,
-        grad: Tensor,
-        weight: Tensor,
-        compute_weight_grads: WeightGrads | None,
-        needs_input: bool,
-    ) -> Tensor | None:
-        # Without the GEMM of the input's gradient, the gather would have nothing to hide under.
-        if not needs_input:
-            return super().linear_scatter_backward(
-                ranks, grad, weight, compute_weight_grads, needs_input
-            )
-        # The input's gradient is ``grad @ weight``, which is a linear with the transposed weight.
-        (result,), gathered = self.gather_linear(ranks, grad, [weight.t()], [None], True)
-        if compute_weight_grads is not None and gathered is not None:
-            compute_weight_grads(gathered, ())
-        return result
+    def recover(self, ranks: TPGroup, device: torch.device) -> None:
+        known = _find_choice(ranks.group, device)
+        if known is not None and known.engine is not None:
+            known.engine.failed_everywhere()
 
 
 def _select_split(weights: Sequence[Tensor]) -> list[int]:
@@ -144,7 +127,7 @@ def _find_engine(group: dist.ProcessGroup, device: torch.device) -> Engine | Non
     """Return the engine of a group, created by the first call, which is a collective; None if there can be none."""
     if is_capturing(device):
         return None
-    known: Chosen | None = group_state(group).values.get((ROW_ENGINE, device))
+    known = _find_choice(group, device)
     if known is None:
         if group.size() == 1 or dist.get_backend(group) == "fake":
             return None
@@ -152,11 +135,9 @@ def _find_engine(group: dist.ProcessGroup, device: torch.device) -> Engine | Non
     return known.engine
 
 
-def recover_from_failure(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let a group's engine accept calls again after a call that failed in the same place on all ranks."""
-    known: Chosen | None = group_state(group).values.get((ROW_ENGINE, device))
-    if known is not None and known.engine is not None:
-        known.engine.failed_everywhere()
+def _find_choice(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
+    found: Chosen | None = group_state(group).values.get((ROW_ENGINE, device))
+    return found
 
 
 def find_copy_objection(group: dist.ProcessGroup, device_type: str) -> str:
@@ -168,7 +149,7 @@ def find_copy_objection(group: dist.ProcessGroup, device_type: str) -> str:
     if device_type == "cuda":
         device = torch.device(device_type, torch.cuda.current_device())
     _find_engine(group, device)
-    known: Chosen | None = group_state(group).values.get((ROW_ENGINE, device))
+    known = _find_choice(group, device)
     return "" if known is None else known.reason
 
 

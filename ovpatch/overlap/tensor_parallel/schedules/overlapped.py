@@ -78,14 +78,39 @@ def _wait_in_backward(pending: WorkGroup) -> None:
     pending.wait()
 
 
-class Chunk(Bulk):
+class SplitGather(Bulk):
+    """A schedule that multiplies rows while further rows are gathered, in the backward of a scattered output, too."""
+
+    computes_ahead = True
+    # The first GEMM of the backward hides the gather, so it must not start earlier.
+    starts_grad_gather_early = False
+
+    def linear_scatter_backward(
+        self,
+        ranks: TPGroup,
+        grad: Tensor,
+        weight: Tensor,
+        compute_weight_grads: WeightGrads | None,
+        needs_input: bool,
+    ) -> Tensor | None:
+        # Without the GEMM of the input's gradient, the gather would have nothing to hide under.
+        if not needs_input:
+            return super().linear_scatter_backward(
+                ranks, grad, weight, compute_weight_grads, needs_input
+            )
+        (result,), gathered = self.gather_linear(
+            ranks, grad, [weight.t()], [None], compute_weight_grads is not None
+        )
+        if compute_weight_grads is not None and gathered is not None:
+            compute_weight_grads(gathered, ())
+        return result
+
+
+class Chunk(SplitGather):
     """The schedule that splits rows into chunks, each with rows of every rank.
 
     If the number of rows does not divide by the number of chunks, the next smaller number that divides is used.
     """
-
-    computes_ahead = True
-    starts_grad_gather_early = False
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
@@ -122,26 +147,6 @@ class Chunk(Bulk):
         for rows, part, pending in in_flight:
             pending.wait()
             result[rows] = part
-        return result
-
-    def linear_scatter_backward(
-        self,
-        ranks: TPGroup,
-        grad: Tensor,
-        weight: Tensor,
-        compute_weight_grads: WeightGrads | None,
-        needs_input: bool,
-    ) -> Tensor | None:
-        # Without the GEMM of the input's gradient, chunks of the gather would have nothing to hide under.
-        if not needs_input:
-            return super().linear_scatter_backward(
-                ranks, grad, weight, compute_weight_grads, needs_input
-            )
-        (result,), gathered = self.gather_linear(
-            ranks, grad, [weight.t()], [None], compute_weight_grads is not None
-        )
-        if compute_weight_grads is not None and gathered is not None:
-            compute_weight_grads(gathered, ())
         return result
 
     def linear_reduce(

@@ -105,6 +105,9 @@ class Schedule:
         """
         return True
 
+    def recover(self, ranks: TPGroup, device: torch.device) -> None:
+        """Accept calls again after one that failed at the same place on all ranks."""
+
     def gather_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
         """Return the input's gradient, ``[m, k]``; None if it needs none."""
         result: Tensor | None = None
