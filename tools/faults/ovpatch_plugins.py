@@ -31,13 +31,6 @@ FAULTS: Final = (
         ("tests/plugins/pipe_experts/test_modes.py",),
     ),
     Fault(
-        "operators under DistributedDataParallel over a mesh use its old DTensors",
-        "plugins/ovpatch_plugins/tp_linear/parallel_linear.py",
-        'return getattr(node.next_functions[0][0], "variable", param)',
-        "return param",
-        ("tests/plugins/tp_linear/test_contract.py",),
-    ),
-    Fault(
         "a product that was computed ahead outlives a change of its weight",
         "plugins/ovpatch_plugins/tp_linear/precomputed.py",
         "if (_version(pending.weight), _version(pending.bias)) != pending.versions:",

@@ -205,7 +205,7 @@ class TPLinear(ShardedLinear):
                 output_placement=plan.output_placement,
             )
         COUNTERS.calls += 1
-        output = run_operator(call, x, find_leaf(weight), find_leaf(bias))
+        output = run_operator(call, x, weight, bias)
         # This operator returns an output for each of its linears.
         if plan.operator == "gather_linear":
             output = output[0]
@@ -318,25 +318,6 @@ class Linear(nn.Linear):
 
     # inspect.signature() must show the annotations of nn.Linear.
     forward.__annotations__ = dict(nn.Linear.forward.__annotations__)
-
-
-def find_leaf(param: Any) -> Any:
-    """Return the local parameter of a DTensor if an operator can use it instead; otherwise the DTensor itself.
-
-    ``DistributedDataParallel(device_mesh=)`` has local parameters, and its first forward
-    makes a DTensor of each one, whose node stays for all steps. The engine runs ready nodes by age, the oldest last. So
-    all gradients would reach their parameters at the end of the backward, and no reduction would run under it. The
-    gradient of a shard is a shard, to which the node does nothing.
-    """
-    # A parameter whose gather is in flight has a subclass, and its local parameter is read without a wait here.
-    is_shard = isinstance(param, DTensor) and param.placements[0].is_shard()
-    if not is_shard or param._backward_hooks:
-        return param
-    node = param.grad_fn
-    is_made_of_local = node is not None and type(node).__name__ == "_FromTorchTensorBackward"
-    if node is None or not is_made_of_local or param.retains_grad:
-        return param
-    return getattr(node.next_functions[0][0], "variable", param)
 
 
 def _read_params(linear: nn.Linear) -> tuple[Any, Any]:

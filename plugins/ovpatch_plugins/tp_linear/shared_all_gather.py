@@ -20,7 +20,7 @@ from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto
 from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
-from ovpatch_plugins.tp_linear.parallel_linear import STATE, TPLinear, find_leaf
+from ovpatch_plugins.tp_linear.parallel_linear import STATE, TPLinear
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
     DeferredOperands,
@@ -148,8 +148,8 @@ class SharedAllGather:
             # in the node may differ.
             trains_weights=any(linear.weight.requires_grad for linear in linears),
         )
-        weights = [find_leaf(linear.weight) for linear in node_linears]
-        biases = [find_leaf(linear.bias) for linear in node_linears]
+        weights = [linear.weight for linear in node_linears]
+        biases = [linear.bias for linear in node_linears]
         *outputs, gathered = run_operator(call, x, *weights, *biases)
         PRECOMPUTED[id(gathered)] = PrecomputedOutputs(
             gathered, node_linears, outputs, guard, dim, deferred

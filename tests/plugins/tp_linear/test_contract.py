@@ -29,9 +29,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ovpatch
+from tests.plugins.ddp.arms import table
 from tests.plugins.tp_linear import arms
 from tests.plugins.tp_linear.arms import (
     Record,
+    all_both,
     both,
     check_same,
     copy_full,
@@ -463,3 +465,46 @@ def test_gradients_of_weights_under_ddp_arrive_while_backward_computes(ranks, wo
         assert early == {name for name in ours if name.startswith("layers.1.")}
         # The old nodes of DTensors run last.
         assert stock[0] == "output of the first layer"
+
+
+def read_of_a_weight_under_ddp(shares: bool, is_hook: bool, is_late: bool) -> Any:
+    """Return the gradient of a weight's DTensor that a hook or ``retain_grad()`` saw, or the error.
+
+    Args:
+        shares: Whether the linear shares a gather with others.
+        is_hook: Whether a hook reads the gradient.
+        is_late: Whether the hook or ``retain_grad()`` comes after the forward.
+    """
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    torch.manual_seed(0)
+    meshes = mesh(1, dist.get_world_size(), names=("dp", "tp"))
+    wrapped = DDP(parallel_llama(Llama(layers=1), meshes["tp"]), device_mesh=meshes["dp"])
+    given = torch.arange(24).view(2, 12)
+    # The first forward makes the DTensors.
+    wrapped(given).mean().backward()
+    layer = wrapped.module.layers[0]
+    weight = (layer.attention.q if shares else layer.mlp.w2).weight
+    grads: list[Tensor] = []
+    loss = wrapped(given).mean() if is_late else None
+    if is_hook:
+        weight.register_hook(grads.append)
+    else:
+        weight.retain_grad()
+    try:
+        (wrapped(given).mean() if loss is None else loss).backward()
+    except RuntimeError as error:
+        return str(error)
+    return (grads[0] if is_hook else weight.grad).full_tensor()
+
+
+def test_late_reads_of_a_weight_under_ddp_are_errors(ranks):
+    cases = table(shares=[True, False], is_hook=[True, False], is_late=[True, False])
+    for results in ranks(2)(all_both, read_of_a_weight_under_ddp, cases):
+        for name, result in results.items():
+            stock, ours = result["stock"], result["patched"]
+            assert isinstance(stock, Tensor), name
+            if cases[name]["is_late"]:
+                assert "register it before the forward" in ours, name
+            else:
+                torch.testing.assert_close(ours, stock, msg=name)
