@@ -135,20 +135,31 @@ def model() -> nn.Sequential:
 def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
     """Return the bytes that this host sends in the last step, the sharded gradients and sums of parameters."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return train_in_group(features, options, steps)
+
+
+def train_in_group(
+    features: tuple[str, ...],
+    options: dict[str, Any],
+    steps: int,
+    device: str = "cpu",
+) -> list[float]:
+    """Do the same in the default group."""
     # The host is the limit of a model as small as this one, which must not decide.
     least = mock.patch.dict(MIN_SAVED_NUMEL, {("gloo", "cpu"): 1})
     with least, ovpatch.applied(*features, options=options):
-        wrapped = DistributedDataParallel(model())
+        wrapped = DistributedDataParallel(model().to(device))
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         sent = []
         for step in range(steps):
             dist.barrier()
             sent.append(count_sent_bytes())
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            wrapped(torch.randn(8, 700, generator=generator)).square().mean().backward()
+            given = torch.randn(8, 700, generator=generator).to(device)
+            wrapped(given).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            [param.sum() for param in wrapped.parameters()]
+            [param.sum().item() for param in wrapped.parameters()]
             dist.barrier()
         sent.append(count_sent_bytes())
         from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS

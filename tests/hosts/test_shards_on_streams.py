@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,8 @@ from ovpatch.overlap.comm import collectives, hosts
 from ovpatch.overlap.comm.hosts import HostGroups, HostLayout, close_host_groups, find_host_groups
 from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.comm.step_communicators import abort_step_communicators, step_communicator
-from tests.hosts import test_checkpoints, test_shards
+from ovpatch_plugins.dist_optimizer import sharding_choice
+from tests.hosts import test_checkpoints, test_cluster, test_shards
 from tests.hosts.test_shards import check_replicas, on_hosts
 from tests.plugins.ddp.arms import Cases, Record, data, device
 from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
@@ -255,6 +258,14 @@ def test_transports_of_a_group_do_not_serve_a_part_of_it(ranks):
 # --- on GPUs ---
 
 
+def on_gpu_hosts(
+    layout: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function on hosts that shard within themselves also if the option is not named."""
+    with mock.patch.object(sharding_choice, "_UNTESTED_BACKENDS", ()):
+        return on_hosts(layout, function, *args, **kwargs)
+
+
 def run(
     ranks: Any,
     loop: Callable[..., Any],
@@ -264,7 +275,9 @@ def run(
     timeout: float = 180,
 ) -> list[Any]:
     nccl = NCCL | {"timeout": timeout}
-    results: list[Any] = ranks(4)(on_hosts, layout, all_cases, loop, cases, options=options, **nccl)
+    results: list[Any] = ranks(4)(
+        on_gpu_hosts, layout, all_cases, loop, cases, options=options, **nccl
+    )
     check_replicas(results)
     return results
 
@@ -339,7 +352,7 @@ def test_an_infinity_on_one_host_skips_the_step_of_all_on_gpus(ranks):
 @pytest.mark.gpu(4)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_one_rank_reads_the_state_from_its_host_alone_on_gpus(ranks, rank):
-    replies = ranks(4)(on_hosts, HOSTS, test_shards.called, rank, **NCCL)
+    replies = ranks(4)(on_gpu_hosts, HOSTS, test_shards.called, rank, **NCCL)
     result = replies[rank][0]
     compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
     assert [called for _, called in replies] == [
@@ -349,7 +362,7 @@ def test_one_rank_reads_the_state_from_its_host_alone_on_gpus(ranks, rank):
 
 @pytest.mark.gpu(4)
 def test_state_is_kept_once_per_host_on_gpus(ranks):
-    for world, host in ranks(4)(on_hosts, HOSTS, test_shards.layouts, **NCCL):
+    for world, host in ranks(4)(on_gpu_hosts, HOSTS, test_shards.layouts, **NCCL):
         assert world[0] < 0.35 < 0.45 < host[0] < 0.6
         assert "each of 2 hosts keeps all state, over its 2 ranks (shard_over=auto)" in host[1][-1]
         compare(world[2], host[2]).assert_equal()
@@ -357,15 +370,50 @@ def test_state_is_kept_once_per_host_on_gpus(ranks):
 
 @pytest.mark.gpu(4)
 def test_state_becomes_full_on_every_host_with_gpus(ranks):
-    assert ranks(4)(on_hosts, HOSTS, test_shards.turned_off, **NCCL) == [True] * 4
+    assert ranks(4)(on_gpu_hosts, HOSTS, test_shards.turned_off, **NCCL) == [True] * 4
 
 
 @pytest.mark.gpu(4)
 def test_the_end_of_a_group_closes_its_communicators_on_gpus(ranks):
-    assert ranks(4)(destroyed, **NCCL) == [(1, 0)] * 4
+    assert ranks(4)(on_gpu_hosts, HOSTS, destroyed, **NCCL) == [(1, 0)] * 4
 
 
 @pytest.mark.gpu(4)
 def test_a_checkpoint_of_any_layout_is_read_by_any_other_one_on_gpus(ranks, tmp_path):
     results = ranks(4)(test_checkpoints.read_all, tmp_path, **NCCL | {"timeout": 300})
     test_checkpoints.check_table(results)
+
+
+# --- on GPUs, over a network ---
+
+
+def train_over_a_network() -> list[float]:
+    """Compare training with stock PyTorch over NCCL between hosts; return what :func:`test_cluster.train` does."""
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group(
+        "nccl",
+        timeout=timedelta(seconds=100),
+        device_id=torch.device("cuda", int(os.environ["RANK"])),
+    )
+    named = {"shard_over": "host"}
+    for name, case in all_cases(train, TRAINED, named).items():
+        compared = compare(case["stock"], case["patched"], reordered=case["reordered"])
+        compared.assert_equal()
+        assert case["counters"]["steps"] > 0, name
+    options = {"dist_optimizer": named | {"min_param_numel": 8}}
+    found = test_cluster.train_in_group(("ddp", "dist_optimizer"), options, 5, "cuda")
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.gpu(4)
+def test_hosts_on_a_network_over_nccl(cluster):
+    nbytes = 4 * sum(param.numel() for param in test_cluster.model().parameters())
+    # Clusters name the interface of their network in the same way.
+    with cluster.ranks(2, train_over_a_network, env={"NCCL_SOCKET_IFNAME": "eth0"}) as job:
+        results = job.results(300)
+    for result in results:
+        assert isinstance(result, list), result
+        assert result[0] <= nbytes + test_cluster.FRAMING_BYTES, (nbytes, results)
+        assert result[1] > 0, "no step was sharded"
+        assert result[2:] == results[0][2:]
