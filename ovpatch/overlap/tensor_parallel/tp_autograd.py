@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ovpatch.overlap.autograd import will_execute
 from ovpatch.overlap.tensor_parallel.layout import (
@@ -206,7 +205,6 @@ class GatheredLinears(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: OpContext = ctx.call
-        _check_bypassed(ctx)
         if call.check_backward is not None:
             call.check_backward()
         full_grad, term = (
@@ -297,7 +295,6 @@ class SingleLinear(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call: OpContext = ctx.call
-        _check_bypassed(ctx)
         grad_rows = _grad_to_rows(grad, call, ctx.gemm_dtype)
         starts_early = call.operator.gathers_grad and call.config.schedule.starts_grad_gather_early
         # The gather starts before a checkpoint recomputes the saved tensors, and hides the recomputation.
@@ -338,60 +335,8 @@ def run_operator(call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
     # torch's own apply() raises the error of torch.func about this function.
     if torch._C._are_functorch_transforms_active():
         return function.apply(call, x, *params)
-    leaves = [_find_leaf(param) for param in params]
     # The base class's apply() does not bind arguments to the signature, which takes host time.
-    outputs = super(torch.autograd.Function, function).apply(call, x, *leaves)
-    bypassed = [
-        param
-        for param, leaf in zip(params, leaves, strict=True)
-        if param is not None and leaf is not param
-    ]
-    if bypassed:
-        _note_bypassed(outputs, bypassed)
-    return outputs
-
-
-def _find_leaf(param: Any) -> Any:
-    """Return the local parameter of a DTensor if an operator can use it instead; otherwise the DTensor itself.
-
-    ``DistributedDataParallel(device_mesh=)`` has local parameters, and its first forward
-    makes a DTensor of each one, whose node stays for all steps. The engine runs ready nodes by age, the oldest last. So
-    all gradients would reach their parameters at the end of the backward, and no reduction would run under it. The
-    gradient of a shard is a shard, to which the node does nothing.
-    """
-    # A parameter whose gather is in flight has a subclass, and its local parameter is read without a wait here.
-    is_shard = isinstance(param, DTensor) and param.placements[0].is_shard()
-    if not is_shard or param._backward_hooks:
-        return param
-    node = param.grad_fn
-    is_made_of_local = node is not None and type(node).__name__ == "_FromTorchTensorBackward"
-    if node is None or not is_made_of_local or param.retains_grad:
-        return param
-    return getattr(node.next_functions[0][0], "variable", param)
-
-
-def _note_bypassed(outputs: Any, bypassed: Sequence[Tensor]) -> None:
-    """Keep the DTensors whose local parameters an operator has read, so that backward can check them."""
-    for output in outputs if isinstance(outputs, tuple) else (outputs,):
-        # The node of an autograd function is the context of its backward. Constant outputs have none.
-        if output.grad_fn is not None:
-            output.grad_fn.bypassed = bypassed
-            return
-
-
-def _check_bypassed(ctx: Any) -> None:
-    """Check that nothing in this backward reads the gradient of a DTensor whose local parameter gets it instead.
-
-    Raises:
-        RuntimeError: A hook or ``retain_grad()`` came after the forward.
-    """
-    for param in ctx.bypassed:
-        if param._backward_hooks or param.retains_grad:
-            raise RuntimeError(
-                f"a hook or retain_grad() on a parallel linear's weight or bias {tuple(param.shape)} would miss its "
-                "gradient, which goes to the local parameter that DistributedDataParallel reduces: register it "
-                "before the forward, or set OVPATCH_TP_LINEAR=0"
-            )
+    return super(torch.autograd.Function, function).apply(call, x, *params)
 
 
 def _save(
@@ -409,8 +354,6 @@ def _save(
     ctx.dtype = x.dtype
     ctx.gemm_dtype = saved_input.dtype
     ctx.biases = biases
-    # The DTensors whose local parameters are read instead; run_operator() sets them.
-    ctx.bypassed = ()
     # Autograd would refuse a backward after a write to a saved weight. If the call has its own check, weights may
     # change until their linears are called, so autograd does not save them.
     saves_weights = x.requires_grad and call.check_backward is None

@@ -215,6 +215,8 @@ class DDPAttachment:
                 # backward raises. Another first backward needs another callback.
                 self._static_graph_delay_allreduce_enqueued = False
             output = original(self, output)
+            if reducer.mesh_grads is not None:
+                reducer.mesh_grads.hasten(self.module)
             reducer.watch_output(output)
             return output
 
@@ -324,6 +326,8 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
         RuntimeError: A backward is running, whose gradients are being reduced.
     """
     _refuse_inside_backward(ddp)
+    if ddp.reducer.mesh_grads is not None:
+        ddp.reducer.mesh_grads.restore()
     reducer = ddp.reducer.grad_reducer
     reducer.recover()
     reducer.sharder.detach()
@@ -438,6 +442,11 @@ def _install(
     reducer = GradReducer(parameters, names, ddp.process_group, config, calls)
     reducer.hooks.watch_modules(ddp)
     ddp.reducer = ReducerStub(reducer, calls)
+    # torch marks the local parameters of DTensors. The module is imported only for these.
+    if any(hasattr(param, "_st_info") for param in parameters):
+        from ovpatch.overlap.data_parallel.mesh_grads import MeshGrads
+
+        ddp.reducer.mesh_grads = MeshGrads()
     ddp.logger = LoggerStub(ddp, reducer, calls)
     ddp.reducer.set_logger(ddp.logger)
     ddp.logger.set_construction_data_and_log(

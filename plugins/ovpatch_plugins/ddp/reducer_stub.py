@@ -29,6 +29,8 @@ from ovpatch_plugins.ddp.nccl_budget import get_budgeted_group
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
+    from ovpatch.overlap.data_parallel.mesh_grads import MeshGrads
+
 
 def refuse_method(name: str) -> Callable[..., NoReturn]:
     """Return a method that only the C++ object has, and that raises an error with the remedy.
@@ -81,6 +83,8 @@ class ReducerStub(CppStub):
     def __init__(self, reducer: GradReducer, calls: WrapperCalls) -> None:
         self.grad_reducer = reducer
         self._calls = calls
+        # Only with `device_mesh=`.
+        self.mesh_grads: MeshGrads | None = None
         # The thread of the last forward. The collectives of the model come in that thread's order.
         self._get_thread: Callable[[], threading.Thread | None] = _get_no_thread
 

@@ -45,6 +45,7 @@ from tests.plugins.tp_linear.arms import (
 )
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
+from tests.support.equality import compare
 
 CUT = Shard(0)
 PLAN = {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output_layouts=CUT)}
@@ -417,12 +418,12 @@ def test_two_dimensional_meshes(ranks, kind):
         assert (counted["calls"], counted["shared_calls"], counted["stock_calls"]) == (16, 10, 0)
 
 
-def order_of_gradients(dp: int, *features: str) -> list[str]:
-    """Return the names of linears' weights and of the first layer's output in the order of their gradients."""
+def order_of_gradients(*features: str) -> list[str]:
+    """Return the names of parameters and of the first layer's output in the order of their gradients."""
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     torch.manual_seed(0)
-    meshes = mesh(dp, dist.get_world_size() // dp, names=("dp", "tp"))
+    meshes = mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
     model = parallel_llama(Llama(layers=2), meshes["tp"])
     options = {"dist_optimizer": {"min_param_numel": 1}} if "dist_optimizer" in features else {}
     # Gathers of few parameters each are in flight when the first linears run.
@@ -431,34 +432,37 @@ def order_of_gradients(dp: int, *features: str) -> list[str]:
         optimizer = torch.optim.SGD(wrapped.parameters(), 0.01)
         found: list[str] = []
         for name, param in wrapped.module.named_parameters():
-            if param.dim() == 2:
-                param.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: found.append(name))
 
         def watch_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
             output.register_hook(lambda _: found.append("output of the first layer"))
 
         wrapped.module.layers[0].register_forward_hook(watch_output)
         given = torch.arange(24).view(2, 12)
-        for _ in range(3):
+
+        def train() -> None:
             found.clear()
             wrapped(given).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return found
+
+        for _ in range(3):
+            train()
+        order = list(found)
+    # Without the features the nodes have their age again.
+    train()
+    assert found[0] == "output of the first layer"
+    return order
 
 
 def orders_of_gradients(*features: str) -> tuple[list[str], list[str]]:
-    dp = dist.get_world_size() // 2
     with mock.patch("ovpatch_plugins.dist_optimizer.param_all_gather._MIN_BUCKET_BYTES", 2000):
-        return order_of_gradients(dp), order_of_gradients(dp, *features)
+        return order_of_gradients(), order_of_gradients(*features)
 
 
-@pytest.mark.parametrize(
-    ("world", "features"),
-    [(2, ("tp_linear", "ddp")), (4, ("tp_linear", "ddp", "dist_optimizer"))],
-)
-def test_gradients_of_weights_under_ddp_arrive_while_backward_computes(ranks, world, features):
-    for stock, ours in ranks(world)(orders_of_gradients, *features):
+@pytest.mark.parametrize("features", [("ddp",), ("tp_linear", "ddp", "dist_optimizer")])
+def test_gradients_under_ddp_arrive_while_backward_computes(ranks, features):
+    for stock, ours in ranks(4)(orders_of_gradients, *features):
         assert sorted(stock) == sorted(ours)
         split = ours.index("output of the first layer")
         early = {name for name in ours[:split] if name.startswith("layers.1.")}
@@ -467,44 +471,37 @@ def test_gradients_of_weights_under_ddp_arrive_while_backward_computes(ranks, wo
         assert stock[0] == "output of the first layer"
 
 
-def read_of_a_weight_under_ddp(shares: bool, is_hook: bool, is_late: bool) -> Any:
-    """Return the gradient of a weight's DTensor that a hook or ``retain_grad()`` saw, or the error.
+def reads_of_a_weight_under_ddp(shares: bool, when: str) -> list[Tensor]:
+    """Return the gradients of a weight's DTensor that a hook, ``retain_grad()`` and ``autograd.grad`` see.
 
     Args:
         shares: Whether the linear shares a gather with others.
-        is_hook: Whether a hook reads the gradient.
-        is_late: Whether the hook or ``retain_grad()`` comes after the forward.
+        when: Whether the hook and ``retain_grad()`` come before or after the forward.
     """
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     torch.manual_seed(0)
-    meshes = mesh(1, dist.get_world_size(), names=("dp", "tp"))
+    meshes = mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
     wrapped = DDP(parallel_llama(Llama(layers=1), meshes["tp"]), device_mesh=meshes["dp"])
     given = torch.arange(24).view(2, 12)
     # The first forward makes the DTensors.
     wrapped(given).mean().backward()
     layer = wrapped.module.layers[0]
-    weight = (layer.attention.q if shares else layer.mlp.w2).weight
+    read = [(layer.attention.q if shares else layer.mlp.w2).weight, layer.norm1.weight]
     grads: list[Tensor] = []
-    loss = wrapped(given).mean() if is_late else None
-    if is_hook:
+    loss = wrapped(given).mean() if when == "after" else None
+    for weight in read:
         weight.register_hook(grads.append)
-    else:
         weight.retain_grad()
-    try:
-        (wrapped(given).mean() if loss is None else loss).backward()
-    except RuntimeError as error:
-        return str(error)
-    return (grads[0] if is_hook else weight.grad).full_tensor()
+    (wrapped(given).mean() if loss is None else loss).backward()
+    grads += [weight.grad for weight in read]
+    with wrapped.no_sync():
+        grads += torch.autograd.grad(wrapped(given).mean(), read)
+    return [grad.full_tensor() for grad in grads]
 
 
-def test_late_reads_of_a_weight_under_ddp_are_errors(ranks):
-    cases = table(shares=[True, False], is_hook=[True, False], is_late=[True, False])
-    for results in ranks(2)(all_both, read_of_a_weight_under_ddp, cases):
-        for name, result in results.items():
-            stock, ours = result["stock"], result["patched"]
-            assert isinstance(stock, Tensor), name
-            if cases[name]["is_late"]:
-                assert "register it before the forward" in ours, name
-            else:
-                torch.testing.assert_close(ours, stock, msg=name)
+def test_reads_of_a_weight_under_ddp_get_what_stock_pytorch_gives(ranks):
+    cases = table(shares=[True, False], when=["before", "after"])
+    for results in ranks(4)(all_both, reads_of_a_weight_under_ddp, cases):
+        for result in results.values():
+            compare(result["stock"], result["patched"]).assert_equal()
