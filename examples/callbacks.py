@@ -28,7 +28,7 @@ def counters() -> dict[str, float]:
 
 
 def log_gains(trackers: Iterable[Any]) -> None:
-    """Log the gains of each feature, such as ``1 model, 64 of 64 buckets reduced during backward``.
+    """Log the gains of each feature, such as ``1 model, 63 of 64 buckets reduced during backward``.
 
     Args:
         trackers: Runs of Weights & Biases, which have a ``summary``, and ``SummaryWriter`` of TensorBoard.

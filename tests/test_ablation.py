@@ -93,7 +93,10 @@ def run(file: str) -> list[dict[str, Any]]:
 
 @RARELY
 def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, monkeypatch):
-    small = {"OVPATCH_DIST_OPTIMIZER_MIN_PARAM_NUMEL": "64"}
+    small = {
+        "OVPATCH_DIST_OPTIMIZER_MIN_PARAM_NUMEL": "64",
+        "OVPATCH_DDP_BUCKET_GRANULARITY": "layer",
+    }
     file: Path = tmp_path / "ablation.jsonl"
     *rows, shown = ranks(4)(run, str(file), env=small)[0]
     found = {row["arm"]: row for row in rows}
@@ -108,10 +111,9 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
         for feature in arm.values()
     )
     hidden, reduced = "collectives_in_backward", "collectives"
-    assert (serial["ddp"]["counters"][hidden], grads["ddp"]["counters"][hidden]) == (
-        0,
-        grads["ddp"]["counters"][reduced],
-    )
+    assert serial["ddp"]["counters"][hidden] == 0
+    # No gradient hides the last bucket of a backward.
+    assert 0 < grads["ddp"]["counters"][hidden] < grads["ddp"]["counters"][reduced]
     for arm in (serial, grads, everything):
         assert arm["ddp"]["counters"]["models"] == 1, "each arm's own"
         assert arm["dist_optimizer"]["counters"]["grads_sharded"] > 0
@@ -128,7 +130,7 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
     )
     assert lines[3].split(" | ")[6] == "1.00", "over itself"
     assert "gradients 0%" in lines[4]
-    assert "gradients 100%" in lines[5]
+    assert "gradients 0%" not in lines[5]
     assert ("parameters 0%" in lines[5], "parameters 100%" in lines[6]) == (True, True)
     assert "limit" in shown["shown"]
     assert shown["alive"] == 0, "an arm's memory would be in the next one's peak"

@@ -107,7 +107,7 @@ SAME_NAMES: dict[tuple[str, ...], set[str]] = {
 
 # By how much counters have grown in the step, if they have.
 COUNTERS = {
-    "ddp": {"backwards": 1, "collectives": 1, "collectives_in_backward": 1, "bytes_reduced": 576},
+    "ddp": {"backwards": 1, "collectives": 1, "bytes_reduced": 576},
     "dist_optimizer": {
         "steps": 1,
         "params_updated": 4,

@@ -87,6 +87,8 @@ def f(stage, self):
     self._own_attribute = stage._own_method()
     getattr(stage, "_stage_index", 0)
     getattr(stage, "index", 0)
+    type(stage.grad_fn).__name__ == "_ShardBackward" or type(stage).__name__ == "Stage"
+    getattr(stage.grad_fn, "variable", None)
     sys._getframe()
 
 class A:
@@ -97,9 +99,11 @@ class A:
 
 def test_private_names_and_attributes_are_found_and_public_and_own_ones_are_not():
     assert sorted(upstream.find_uses({"a.py": ast.parse(SOURCE)})) == [
+        "._ShardBackward",
         "._chunks",
         "._meta",
         "._stage_index",
+        ".variable",
         "torch._C",
         "torch._C.DisableTorchFunction",
         "torch._C._is_tracing",

@@ -3,7 +3,8 @@
     $ python -m tools.upstream            # print each use, with its rooms
     $ python -m tools.upstream --write    # renew the table of docs/upstream.md
 
-A *use* is a private name of torch, a private attribute of an object that torch made, or the target of a patch.
+A *use* is a private name of torch, a private attribute of an object that torch made, or the target of a patch. The
+name of a private class that an object is compared with is a use as well.
 ``ovpatch/upstream.toml`` has a reason for each, and when it can go. ``tests/test_upstream.py`` compares both.
 """
 
@@ -48,6 +49,8 @@ _PYTHON_NAMES: Final = {
     "_replace",
     "_value_",
 }
+# Attributes of torch's autograd nodes that no page of torch describes. A node has no file that could show it.
+_UNDESCRIBED_NAMES: Final = {"variable"}
 _PRIVATE: Final = re.compile(r"_[A-Za-z]\w*\Z|_\d+\Z")
 _LEDGER_PART: Final = re.compile(r"(<!-- ledger -->\n).*?(<!-- /ledger -->)", re.DOTALL)
 
@@ -161,10 +164,16 @@ def _list_symbols(tree: ast.Module, own: set[str]) -> Iterator[str]:
             attributes = [
                 str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)
             ]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(").__name__"):
+            # Classes that C++ makes, and those of autograd functions, are in no module.
+            attributes = [
+                str(name.value) for name in node.comparators if isinstance(name, ast.Constant)
+            ]
         yield from (
             f".{name}"
             for name in attributes
-            if _PRIVATE.match(name) and name not in own | _PYTHON_NAMES
+            if (_PRIVATE.match(name) and name not in own | _PYTHON_NAMES)
+            or name in _UNDESCRIBED_NAMES
         )
 
 

@@ -21,6 +21,11 @@ DeferredGrads: TypeAlias = "tuple[Sequence[Tensor], Callable[[], Sequence[Tensor
 _DROP_TIMEOUT_S: Final = 0.2
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def will_execute(node: Any) -> bool:
     """Return whether the running backward will execute a node."""
     try:
@@ -160,9 +165,8 @@ class GraphTask:
 
     def is_running(self) -> bool:
         """Return whether the backward will continue."""
-        is_inside = torch._C._current_graph_task_id() != -1
         # A caller inside of a backward would wait for itself.
-        deadline = time.monotonic() + (0 if is_inside else _DROP_TIMEOUT_S)
+        deadline = time.monotonic() + (0 if is_in_backward() else _DROP_TIMEOUT_S)
         while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
         return self.is_alive()

@@ -227,7 +227,9 @@ def assert_applied(report: dict[str, Any] | None, **expected: int) -> None:
         counters = worker["counters"]
         assert counters["backwards"] > 0
         assert counters["collectives"] > 0
-        assert counters["collectives_in_backward"] > 0
+        # A model of one bucket reduces it after its last gradient.
+        has_several_buckets = counters["collectives"] > counters["backwards"]
+        assert counters["collectives_in_backward"] > 0 or not has_several_buckets
         assert counters["bytes_reduced"] > 0
         assert counters["stock_models"] == 0
         assert {name: counters[name] for name in expected} == expected, counters

@@ -58,7 +58,8 @@ def test_checkpoints_resume_the_other_way_round_and_on_two_nodes(runner, plain):
     assert_same(resumed, Arm(out, nodes[0], None))
     # Each node has an `ovpatch run` of its own, which reports the ranks of that node.
     for node in nodes:
-        assert "ddp: 1 model, 7 of 7 buckets reduced during backward" in node.stderr, node.stderr
+        # The first backward reduces one bucket, and each later one reduces two.
+        assert "ddp: 1 model, 3 of 7 buckets reduced during backward" in node.stderr, node.stderr
 
 
 @RARELY

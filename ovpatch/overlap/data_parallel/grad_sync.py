@@ -397,7 +397,8 @@ class GradSync:
         lacking = self._readiness.lacking
         while self.started < len(lacking) and lacking[self.started] == 0:
             self._start_next(node_grad)
-        self.reduced_early = self.reduced
+        # The last gradient starts all buckets that are left, and no computation hides them.
+        self.reduced_early = self.reduced if self.started < len(lacking) else self.reduced_early
 
     def start_remaining(self) -> None:
         """Start all other buckets."""

@@ -253,34 +253,47 @@ class Engine:
             output: The sum of all ranks' terms of this rank's part, contiguous.
             compute: Launches the computation of a rank's term, on the current stream. The terms are
                 contiguous and :meth:`fits` holds for them. This rank's own term comes last, and hides
-                the copies.
+                the copies. If this function raises, the engine still accepts later calls.
         """
-        item = output.itemsize
-        # An error of the script, such as a wrong shape, is raised here, before anything has changed.
-        terms = [compute(self._peers[0])]
+        nbytes, count = output.nbytes, output.numel()
         with self._issue_completely():
-            half = self._take_half()
+            terms = []
+            # A peer reads its slot after the barrier. If a term fails before, this half stays the
+            # next one, and the next call overwrites the slots.
+            half = self._half * self._slot_bytes
             for rank in self._peers:
-                if rank != self._peers[0]:
-                    terms.append(compute(rank))
-                (term,) = _addresses(terms[-1:], [output.nbytes])
+                term, address = self._compute_term(compute, rank, nbytes)
+                terms.append(term)
                 self._streams.begin()
                 place = half + self._get_slot_index(self._rank, rank) * self._peer_slot_bytes
-                batch = Batch([self._addresses[rank] + place], [term], [output.nbytes])
+                batch = Batch([self._addresses[rank] + place], [address], [nbytes])
                 self._window.copy(batch, self._streams.lay_out())
+            # The host launches the GEMM of this term before the barrier, but the barrier's stream
+            # does not wait for it.
+            own, own_address = self._compute_term(compute, self._rank, nbytes)
+            self._take_half()
             stream = self._streams.take()
             self._window.meet(stream)
             self._streams.met()
-            terms.append(compute(self._rank))
             launched = self._streams.begin()
-            slots = self._make_slots(half, output.dtype)
-            (own,) = _addresses(terms[-1:], [output.nbytes])
-            count = output.nbytes // item
             addend = Addend(
-                Span(terms[-1], 0, count, own), Span(output, 0, count, output.data_ptr()), 0
+                Span(own, 0, count, own_address), Span(output, 0, count, output.data_ptr()), 0
             )
-            add_slots(slots, [addend], 1.0, stream)
-            return self._streams.end(launched, [output, *terms])
+            add_slots(self._make_slots(half, output.dtype), [addend], 1.0, stream)
+            return self._streams.end(launched, [output, *terms, own])
+
+    def _compute_term(
+        self, compute: Callable[[int], Tensor], rank: int, nbytes: int
+    ) -> tuple[Tensor, int]:
+        """Return a rank's term and its address; accept later calls if the script's tensors do not fit."""
+        try:
+            term = compute(rank)
+            (address,) = _addresses([term], [nbytes])
+        except Exception:
+            # Peers have read nothing of this call, so a later call may begin.
+            self._is_within_call = False
+            raise
+        return term, address
 
     @functools.cached_property
     def number(self) -> Tensor:

@@ -174,8 +174,8 @@ class Counters(FeatureCounters):
         stock_models: Models that fell back to the stock reducer.
         backwards: Backward passes whose gradients were reduced.
         collectives: Gradient buckets that were all-reduced.
-        collectives_in_backward: Gradient buckets whose all-reduce started while backward was
-            computing.
+        collectives_in_backward: Gradient buckets whose all-reduce started while other gradients
+            were still to come.
         bytes_reduced: Size of all reduced buckets, in bytes.
         recovered: Backward passes that an exception ended and whose collectives were completed
             later.

@@ -168,8 +168,10 @@ def _choose_config(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> T
     dtype = autocast_dtype(ranks.kind, x.dtype) or x.dtype
     features = [len(get_local(linear.weight)) for linear in linears]
     rows = local.numel() // local.shape[-1]
+    # Autocast rounds the gathered input, because other readers than linears get it unrounded.
+    can_split = dtype is x.dtype
     schedule = config.schedule.choose_for_gather(
-        ranks, local.device, rows, local.shape[-1], features, dtype
+        ranks, local.device, rows, local.shape[-1], features, dtype, can_split=can_split
     )
     return dataclasses.replace(config, schedule=schedule)
 

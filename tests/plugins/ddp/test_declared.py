@@ -199,7 +199,8 @@ def train(
     torch.manual_seed(0)
     net = Net(chunked=chunked, chunks=chunks, reentrant=reentrant)
     prepare(net)
-    wrapped = DDP(net, **ddp)
+    # Of several buckets, all but the last one start while other gradients are still to come.
+    wrapped = DDP(net, **TINY | ddp)
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.05, momentum=0.9)
     records = []
     for step in range(STEPS):

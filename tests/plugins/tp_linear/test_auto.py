@@ -19,7 +19,12 @@ from ovpatch.overlap.kernels.autotuner import report_lines
 from ovpatch.overlap.tensor_parallel import tp_group
 from ovpatch.overlap.tensor_parallel.schedule_table import MEASURED_NAMES
 from ovpatch.overlap.tensor_parallel.schedules import autotuned, find_schedule, overlapped
-from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto, Shape, round_rows
+from ovpatch.overlap.tensor_parallel.schedules.autotuned import (
+    Auto,
+    Shape,
+    count_most_rows,
+    round_rows,
+)
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from tests.plugins.ddp.arms import counted, seeded
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
@@ -96,6 +101,10 @@ def test_rows_are_rounded_to_four_numbers_between_powers_of_two():
         *(1, 1, 7, 8, 10, 12, 2048, 2048, 2560, 4096),
     ]
     assert {round_rows(rows) for rows in range(1024, 2049)} == {1024, 1280, 1536, 1792, 2048}
+    for rows in range(1, 3000):
+        most = count_most_rows(round_rows(rows))
+        assert most >= rows
+        assert round_rows(most) == round_rows(rows) != round_rows(most + 1)
 
 
 def test_each_shape_is_measured_once_and_kept(ranks, tmp_path):

@@ -7,6 +7,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ovpatch.overlap.tensor_parallel.schedule_table import (
     DEFAULT_SCHEDULE,
     MEASURED_NAMES,
@@ -69,14 +71,17 @@ def find_schedule_objection(name: str, group: dist.ProcessGroup, device_type: st
 
     This is a collective. All ranks get the same result.
     """
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device(device_type, torch.cuda.current_device())
     if name == "fused":
         from ovpatch.overlap.tensor_parallel.schedules.fused import find_fused_objection
 
-        return find_fused_objection(group, device_type)
+        return find_fused_objection(group, device)
     if name == "copy":
         from ovpatch.overlap.tensor_parallel.schedules.copied import find_copy_objection
 
-        return find_copy_objection(group, device_type)
+        return find_copy_objection(group, device)
     return ""
 
 

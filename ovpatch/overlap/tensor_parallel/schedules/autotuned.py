@@ -22,6 +22,7 @@ from ovpatch.overlap.tensor_parallel.schedules.overlapped import Bulk
 from ovpatch.overlap.tensor_parallel.schedules.stock import (
     ColumnGrads,
     Schedule,
+    SentRows,
     WeightGrads,
     compute_weight_grad,
 )
@@ -59,8 +60,17 @@ def round_rows(rows: int) -> int:
 
     If the lengths of sequences differ from step to step, only rounded lengths are measured.
     """
-    step = 1 << max(rows.bit_length() - 3, 0)
+    step = _get_rounding_step(rows)
     return max((rows + step // 2) // step * step, 1)
+
+
+def count_most_rows(rounded: int) -> int:
+    """Return the largest number of rows that :func:`round_rows` rounds to a number."""
+    return rounded + (_get_rounding_step(rounded) + 1) // 2 - 1
+
+
+def _get_rounding_step(rows: int) -> int:
+    return 1 << max(rows.bit_length() - 3, 0)
 
 
 def _list_distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
@@ -78,6 +88,19 @@ def _list_distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str,
 def _list_functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
     """Return the functions by which a class computes a method, including the methods that it calls."""
     return tuple(getattr(cls, name, None) for name in (method, *_STEPS.get(method, ())))
+
+
+def _find_sent_rows(method: str, shape: Shape) -> SentRows | None:
+    """Return the most rows that a rank sends at a time in calls of a method that have a shape when rounded."""
+    bytes_per_feature = count_most_rows(shape.rows) * shape.dtype.itemsize
+    if method == "gather_linear":
+        return SentRows(bytes_per_feature * shape.k, is_sum=False)
+    if method == "linear_scatter":
+        return SentRows(bytes_per_feature * shape.features[0], is_sum=True)
+    if method == "linear_scatter_backward":
+        return SentRows(bytes_per_feature * shape.features[0], is_sum=False)
+    # Sums of gradients may take several rounds, and nothing else is sent.
+    return None
 
 
 # The methods that subclasses override as steps of another method.
@@ -125,8 +148,8 @@ def _make_call(
     return lambda schedule: schedule.linear_reduce(ranks, x, weight)
 
 
-# The choices, by whether algorithms must be deterministic, and by shape.
-_PairByShape = dict[tuple[bool, Shape], "Pair"]
+# The choices, by whether algorithms must be deterministic, whether forward has a choice, and the shape.
+_PairByShape = dict[tuple[bool, bool, Shape], "Pair"]
 
 
 class Pair(Schedule):
@@ -184,6 +207,8 @@ class Auto(Bulk):
         k: int,
         features: Sequence[int],
         dtype: torch.dtype,
+        *,
+        can_split: bool = True,
     ) -> Schedule:
         """Return the schedule of a gather for several linears.
 
@@ -194,10 +219,11 @@ class Auto(Bulk):
             k: See :class:`Shape`.
             features: See :class:`Shape`; of all linears that read the gathered input.
             dtype: See :class:`Shape`.
+            can_split: Whether GEMMs may begin before all rows are there. Otherwise only the backward has a choice.
+                Default: True.
         """
-        return self._choose(
-            ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype)
-        )
+        shape = Shape("gather_linear", round_rows(rows), k, tuple(features), dtype)
+        return self._choose(ranks, device, shape, chooses_forward=can_split)
 
     def gather_linear(
         self,
@@ -258,23 +284,45 @@ class Auto(Bulk):
         shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
         return self._choose(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight, bias)
 
-    def _choose(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
-        """Return the schedules of a shape, after measuring them if this is possible now."""
+    def _choose(
+        self, ranks: TPGroup, device: torch.device, shape: Shape, *, chooses_forward: bool = True
+    ) -> Pair:
+        """Return the schedules of a shape, after measuring them if this is possible now.
+
+        Without ``chooses_forward``, the default computes forward.
+        """
         pairs = self._pairs_by_group.setdefault(ranks, {})
         # While algorithms must be deterministic, the autotuner returns the default without measuring. Neither that
         # choice nor a measured one may hold in the other mode.
-        key = (torch.are_deterministic_algorithms_enabled(), shape)
+        key = (torch.are_deterministic_algorithms_enabled(), chooses_forward, shape)
         pair = pairs.get(key)
         if pair is None:
+            candidates = self._candidates.values()
+            without_memory = [
+                schedule for schedule in candidates if not schedule.has_memory(ranks, device)
+            ]
             tune = get_autotuner(ranks.group, device, "tp_linear", cache_dir()).tune
+            choices = {
+                direction: tune(ranks.group, self.make_tuning(ranks, device, shape, direction))
+                for direction in (("forward", "backward") if chooses_forward else ("backward",))
+            }
             forward, backward = (
-                tune(ranks.group, self.make_tuning(ranks, device, shape, direction))
+                self._candidates[choices[direction].candidate]
+                if direction in choices
+                else self._candidates[self._default]
                 for direction in ("forward", "backward")
             )
-            pair = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+            pair = Pair(forward, backward)
+            # The race has allocated this memory, and no call will use it.
+            for schedule in without_memory:
+                if schedule not in (forward, backward):
+                    schedule.release(ranks, device)
             # A choice without measurement, as under a capture, does not hold for later calls.
-            if forward.final and backward.final:
+            if all(choice.final for choice in choices.values()):
                 pairs[key] = pair
+                # A choice of an earlier run of the feature may have lost its memory, which a backward cannot allocate.
+                forward.prepare(ranks, device)
+                backward.prepare(ranks, device)
         return pair
 
     def make_tuning(
@@ -291,13 +339,14 @@ class Auto(Bulk):
         method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
         regathers_here = self._regathers and method == "gather_linear_backward"
         schedules = self._candidates
+        features, sent = (shape.k, *shape.features), _find_sent_rows(method, shape)
 
         def make(generator: torch.Generator) -> Candidates:
             call = _make_call(method, ranks, shape, generator, regathers_here)
             return {name: functools.partial(call, schedules[name]) for name in names}
 
         def can_run(name: str) -> bool:
-            return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
+            return schedules[name].can_run(ranks, device, shape.dtype, features, sent)
 
         def recover() -> None:
             for schedule in schedules.values():

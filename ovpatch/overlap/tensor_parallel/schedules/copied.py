@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.autograd import is_in_backward
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.lifetimes import drop_values, group_state
 from ovpatch.overlap.comm.streams import is_capturing
@@ -25,7 +26,7 @@ from ovpatch.overlap.kernels.copy_collectives import Engine
 from ovpatch.overlap.kernels.copy_window import allocate_window
 from ovpatch.overlap.tensor_parallel import operator_counts
 from ovpatch.overlap.tensor_parallel.schedules.overlapped import SplitGather
-from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, linear
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, SentRows, linear
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 # Bytes of a half of the window: 8192 rows of 8192 features in bf16, as four ranks send them. Larger
@@ -42,9 +43,29 @@ class Copied(SplitGather):
     name = "copy"
 
     def can_run(
-        self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
+        self,
+        ranks: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        features: Sequence[int],
+        sent: SentRows | None,
     ) -> bool:
-        return _find_engine(ranks.group, device) is not None and Engine.adds(dtype)
+        if not Engine.adds(dtype):
+            return False
+        engine = _find_engine(ranks.group, device)
+        return engine is not None and (sent is None or engine.fits(sent.nbytes, is_sum=sent.is_sum))
+
+    def prepare(self, ranks: TPGroup, device: torch.device) -> None:
+        _find_engine(ranks.group, device)
+
+    def has_memory(self, ranks: TPGroup, device: torch.device) -> bool:
+        known = _find_choice(ranks.group, device)
+        return known is not None and known.engine is not None
+
+    def release(self, ranks: TPGroup, device: torch.device) -> None:
+        # A choice without an engine has the reason, which holds for later calls.
+        if self.has_memory(ranks, device):
+            group_state(ranks.group).values.pop((ROW_ENGINE, device), None)
 
     def gather_linear(
         self,
@@ -124,12 +145,15 @@ def _select_split(weights: Sequence[Tensor]) -> list[int]:
 
 
 def _find_engine(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
-    """Return the engine of a group, created by the first call, which is a collective; None if there can be none."""
+    """Return the engine of a group, created by the first call, which is a collective; None if there can be none.
+
+    A backward creates none: the engine of its forward may have been dropped, and one rank may run a backward alone.
+    """
     if is_capturing(device):
         return None
     known = _find_choice(group, device)
     if known is None:
-        if group.size() == 1 or dist.get_backend(group) == "fake":
+        if group.size() == 1 or dist.get_backend(group) == "fake" or is_in_backward():
             return None
         known = copy_choice.find_row_engine(group, device, _SLOT_BYTES, allocate=allocate_window)
     return known.engine
@@ -140,14 +164,11 @@ def _find_choice(group: dist.ProcessGroup, device: torch.device) -> Chosen | Non
     return found
 
 
-def find_copy_objection(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the reason against copies for a group on a type of device; "" if there is none.
+def find_copy_objection(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the reason against copies for a group on a device; "" if there is none.
 
     This is a collective. All ranks get the same result.
     """
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device(device_type, torch.cuda.current_device())
     _find_engine(group, device)
     known = _find_choice(group, device)
     return "" if known is None else known.reason

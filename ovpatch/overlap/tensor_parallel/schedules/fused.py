@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.autograd import is_in_backward
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.lifetimes import drop_values, group_state, group_values
 from ovpatch.overlap.comm.streams import is_capturing
@@ -22,7 +23,12 @@ from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.symmetric_memory import Workspace
 from ovpatch.overlap.tensor_parallel import operator_counts
 from ovpatch.overlap.tensor_parallel.schedules.overlapped import Bulk
-from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, WeightGrads, linear
+from ovpatch.overlap.tensor_parallel.schedules.stock import (
+    ColumnGrads,
+    SentRows,
+    WeightGrads,
+    linear,
+)
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 
@@ -38,7 +44,12 @@ class Fused(Bulk):
     starts_grad_gather_early = False
 
     def can_run(
-        self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
+        self,
+        ranks: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        features: Sequence[int],
+        sent: SentRows | None,
     ) -> bool:
         return find_workspace(ranks, dtype, device, features) is not None
 
@@ -223,26 +234,25 @@ def is_supported(dtype: torch.dtype, features: int) -> bool:
     return dtype in DTYPES and features * dtype.itemsize % _ALIGNMENT_BYTES == 0
 
 
-def find_fused_objection(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the reason against the kernels for a group on a type of device; "" if there is none.
+def find_fused_objection(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the reason against the kernels for a group on a device; "" if there is none.
 
     This is a collective. All ranks get the same result.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return ""
-    return _find_objection(
-        group,
-        torch.device(device_type, torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device(device_type),
-    )
+    return _find_objection(group, device)
 
 
 def _find_objection(group: dist.ProcessGroup, device: torch.device) -> str:
     state = group_state(group)
-    if _Objection not in state.values and is_capturing(device):
-        # Ranks cannot compare their objections during a capture. A later eager call can, so nothing is kept.
-        return "a graph is captured before any eager call"
+    if _Objection not in state.values:
+        # Ranks compare their objections in an eager forward, which all of them run. Nothing is kept here, because a
+        # later call can compare.
+        if is_capturing(device):
+            return "a graph is captured before any eager call"
+        if is_in_backward():
+            return "a backward runs after its forward's kernels were dropped"
     return state.get_or_create(
         _Objection, lambda: _Objection(memory.unsupported_reason(group, device))
     )

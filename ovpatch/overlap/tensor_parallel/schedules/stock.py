@@ -47,6 +47,18 @@ class ColumnGrads(NamedTuple):
         return sum_input_grads(self.output_grads, self.weights, self.extra_term).to(dtype)
 
 
+class SentRows(NamedTuple):
+    """The rows of one rank that are sent to, or received from, a peer.
+
+    Attributes:
+        nbytes: The largest number of their bytes.
+        is_sum: Whether they are terms of a sum, of which each rank receives one from every peer.
+    """
+
+    nbytes: int
+    is_sum: bool
+
+
 class Schedule:
     """The order of an operator's GEMMs and collectives; this class runs them sequentially.
 
@@ -91,7 +103,12 @@ class Schedule:
         return outs, gathered
 
     def can_run(
-        self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]
+        self,
+        ranks: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        features: Sequence[int],
+        sent: SentRows | None,
     ) -> bool:
         """Return whether this schedule itself can run, and not only its substitute.
 
@@ -102,8 +119,19 @@ class Schedule:
             device: The device of the operands.
             dtype: The dtype of the GEMMs.
             features: The numbers of features of inputs and outputs.
+            sent: The rows that a rank sends at a time; None if any number of rows can be sent.
         """
         return True
+
+    def prepare(self, ranks: TPGroup, device: torch.device) -> None:
+        """Allocate the memory that calls need on all ranks. This is a collective, and no backward calls it."""
+
+    def has_memory(self, ranks: TPGroup, device: torch.device) -> bool:
+        """Return whether this schedule keeps memory for the ranks."""
+        return False
+
+    def release(self, ranks: TPGroup, device: torch.device) -> None:
+        """Free the memory of the ranks, none of whose calls are in flight. All ranks call this together."""
 
     def recover(self, ranks: TPGroup, device: torch.device) -> None:
         """Accept calls again after one that failed at the same place on all ranks."""
