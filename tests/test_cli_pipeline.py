@@ -240,7 +240,8 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     }
     assert plan["rows"][0]["order"] == "stock"
     assert plan["rows"][1]["order"].startswith("as given = 1f1b")
-    assert plan["rows"][0]["predicted"] >= plan["rows"][1]["predicted"]
+    # Equal predictions may differ in the last bit.
+    assert plan["rows"][0]["predicted"] >= plan["rows"][1]["predicted"] * (1 - 1e-9)
     stock, *measured = [row["measured"] for row in plan["rows"]]
     fastest = 1 + measured.index(min(measured))
     assert plan["best"] == (fastest if min(measured) < CLEAR * stock else 0)

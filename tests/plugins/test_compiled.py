@@ -95,8 +95,14 @@ def run(program: Any = train, **kwargs: Any) -> list[Record]:
     return program(**kwargs)  # type: ignore[no-any-return]
 
 
+def warm_up() -> None:
+    train(around)
+    compiled.freeze_survivors()
+
+
 def in_both(feature: str, cases: Cases) -> dict[str, dict[str, Any]]:
-    train(around)  # The first compilation of a process examines frames that later ones skip.
+    # The first compilation of a process examines frames that later ones skip.
+    warm_up()
     apply: Any = FEATURES[feature]
     return all_both(run, cases, apply=apply)
 
@@ -188,7 +194,7 @@ MEGATRON: Cases = {
 def pipelines_in_both() -> dict[str, dict[str, Any]]:
     from tests.plugins.pipeline.cases import counters
 
-    train(around)
+    warm_up()
     apply = partial(ovpatch.applied, "pipeline", options={"pipeline": {"schedule": "zb-h1"}})
     cases = {name: {"program": compiled.train_pipeline, **case} for name, case in PIPELINES.items()}
     return all_both(run, cases, apply=apply, counters=counters)
@@ -209,7 +215,7 @@ def test_compiled_stages_are_compiled_as_in_stock_pytorch(ranks):
 def megatron_in_both() -> dict[str, dict[str, Any]]:
     from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
-    train(around)
+    warm_up()
     apply = partial(ovpatch.applied, "megatron")
     return all_both(run, MEGATRON, apply=apply, counters=COUNTERS.as_dict)
 
@@ -226,7 +232,7 @@ def test_compiled_layers_of_megatron_are_compiled_as_in_stock_pytorch(ranks):
 def experts_in_both(path: str) -> dict[str, Any]:
     from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 
-    train(around)
+    warm_up()
     apply = partial(ovpatch.applied, "pipe_experts")
     return both(
         compiled.train_experts, path, "tensor", "experts", apply=apply, counters=COUNTERS.as_dict
