@@ -319,7 +319,9 @@ def test_whole_parameters_on_gpus(ranks):
 def test_low_precision_on_gpus(ranks):
     kinds = {kind: {"kind": kind, "dtype": torch.bfloat16} for kind in ("momentum", "adamw, fused")}
     results = run(ranks, test_main_params.train, kinds, test_main_params.IN_FP32)
-    check_all(results, steps=test_main_params.STEPS)
+    # A gradient near 0.05 has a spacing of 2.4e-4 in bf16. A sum in another order moves it by that, and the one other
+    # order that measures the noise of stock PyTorch does not show it for each value.
+    check_all(results, steps=test_main_params.STEPS, floor=2.5e-4)
     # Copy engines would add them in fp32, but serve no part of a group.
     assert not any(case["counters"]["grads_in_half"] for case in results[0].values())
 
