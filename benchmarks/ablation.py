@@ -192,7 +192,7 @@ def paused_limit(problem: Problem) -> Step:
 
 
 def copied_limit(problem: Problem) -> Step:
-    """:func:`limit` beside copies of as many bytes as a rank gets in a step; only the step's end waits for them."""
+    """:func:`limit` next to copies of as many bytes as a rank gets in a step; only the step's end waits for them."""
     model = problem.model()
     tp, dp = problem.mesh["tp"].size(), problem.mesh["dp"].size()
     alone(model, tp)

@@ -390,7 +390,7 @@ def test_a_checkpoint_of_any_layout_is_read_by_any_other_one_on_gpus(ranks, tmp_
 
 
 def train_over_a_network() -> list[float]:
-    """Compare training with stock PyTorch over NCCL between hosts; return what :func:`test_cluster.train` does."""
+    """Compare training with stock PyTorch over NCCL between hosts; return the values of :func:`test_cluster.train`."""
     torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group(
         "nccl",

@@ -3,8 +3,8 @@
 torch makes a DTensor of each local parameter once, in the first forward, and its node stays for all
 steps. The engine runs ready nodes by age, the oldest last. So all gradients would reach their
 parameters at the end of the backward, where no computation hides their reductions. What is worse,
-the replicated weights of norms are added up over the ranks of tensor parallelism there, one after
-the other, while the GPU waits for the host.
+the gradients of norms are added up over the ranks of tensor parallelism there, sequentially, while
+the GPU waits for the host.
 """
 
 from __future__ import annotations

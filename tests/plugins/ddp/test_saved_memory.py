@@ -155,7 +155,7 @@ def measure_allocator() -> tuple[int, int, int]:
             kept[-1](data(step, 4, 2 * WIDTH).cuda()).square().mean().backward()
         return torch.cuda.memory_allocated() - before
 
-    # The first run leaves the workspaces of cuBLAS and NCCL behind. NCCL also keeps the memory of its last collectives
+    # The first run allocates the workspaces of cuBLAS and NCCL. NCCL also keeps the memory of its last collectives
     # for a while, so only the second of two equal runs shows what a model takes.
     allocate()
     stock = allocate()
