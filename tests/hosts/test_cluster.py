@@ -143,6 +143,7 @@ def train_in_group(
     options: dict[str, Any],
     steps: int,
     device: str = "cpu",
+    interface: str = "eth0:",
 ) -> list[float]:
     """Do the same in the default group."""
     # The host is the limit of a model as small as this one, which must not decide.
@@ -153,7 +154,7 @@ def train_in_group(
         sent = []
         for step in range(steps):
             dist.barrier()
-            sent.append(count_sent_bytes())
+            sent.append(count_sent_bytes(interface))
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             given = torch.randn(8, 700, generator=generator).to(device)
             wrapped(given).square().mean().backward()
@@ -161,7 +162,7 @@ def train_in_group(
             optimizer.zero_grad()
             [param.sum().item() for param in wrapped.parameters()]
             dist.barrier()
-        sent.append(count_sent_bytes())
+        sent.append(count_sent_bytes(interface))
         from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
         return [
@@ -171,10 +172,9 @@ def train_in_group(
         ]
 
 
-def count_sent_bytes() -> int:
-    line = next(
-        line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line
-    )
+def count_sent_bytes(interface: str) -> int:
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.strip().startswith(interface))
     return int(line.partition(":")[2].split()[8])
 
 
