@@ -11,9 +11,7 @@ features and counters: an overlap with counter 0 was not active.
 without DTensor's dispatch, one all-gather for q, k and v, and sharded updates. The arm ``limit`` is a rank's
 computation and update without communication. ``limit, pauses`` is the same with a GPU that rests for ``--pause-ms`` in
 total where communication would be: a GPU at its power limit computes faster after a rest, so it takes less than the
-sum. The rest of the sum is what an overlap cannot gain on such GPUs. ``limit, copies`` is ``limit`` while copy engines
-bring as many bytes from another GPU as the features exchange. Nothing waits for these copies before the end of the
-step, and no gradient is added, so a perfect overlap takes no less.
+sum. The rest of the sum is what an overlap cannot gain on such GPUs.
 
 On GPUs a row has the clocks and the power of each rank's GPU. ``--profile FOLDER`` keeps rank 0's trace of three steps
 of each arm, for ``ovpatch timeline``.
@@ -42,7 +40,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -191,41 +188,6 @@ def paused_limit(problem: Problem) -> Step:
     return limit_step(problem, model, before_update=outside, after_update=outside)
 
 
-def copied_limit(problem: Problem) -> Step:
-    """:func:`limit` next to copies of as many bytes as a rank gets in a step; only the step's end waits for them."""
-    model = problem.model()
-    tp, dp = problem.mesh["tp"].size(), problem.mesh["dp"].size()
-    alone(model, tp)
-    if not CUDA:
-        return limit_step(problem, model)
-    size = torch.finfo(problem.dtype).bits // 8
-    # Gradients are scattered, and parameters gathered.
-    params = sum(param.numel() for param in model.parameters()) * size
-    moved = 2 * params * (dp - 1) // dp
-    # Each block gathers and scatters its rows twice in the forward and twice in the backward.
-    rows = problem.tokens.numel() * problem.shape.width * size
-    moved += 8 * len(model.blocks) * rows * (tp - 1) // tp
-    piece = moved // (8 * len(model.blocks))
-    own = _symmetric_memory.empty(piece, dtype=torch.uint8, device=device())
-    world = dist.group.WORLD
-    assert world is not None
-    handle = _symmetric_memory.rendezvous(own, world)
-    peer = handle.get_buffer((handle.rank + 1) % handle.world_size, own.shape, own.dtype)
-    target, stream = torch.empty_like(own), torch.cuda.Stream()
-
-    def copy() -> None:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            target.copy_(peer, non_blocking=True)
-
-    add_points(model, copy)
-    return limit_step(
-        problem,
-        model,
-        after_update=lambda: torch.cuda.current_stream().wait_stream(stream),
-    )
-
-
 def limit_step(
     problem: Problem,
     model: Decoder,
@@ -255,7 +217,6 @@ def limit_step(
 STOCK: dict[str, Callable[[Problem], Step]] = {
     "limit": limit,
     "limit, pauses": paused_limit,
-    "limit, copies": copied_limit,
     "stock": trained,
     "stock, bucket view": lambda problem: trained(problem, gradient_as_bucket_view=True),
 }

@@ -1,4 +1,4 @@
-"""Trains over NCCL on four GPUs of one machine that NCCL takes for two hosts, so that its sockets connect them.
+"""Trains four ranks over NCCL on two GPUs of one machine that NCCL takes for two hosts, so that its sockets connect them.
 
 Prints the bytes of one step on the loopback interface, of all ranks together. Fails if a value differs from stock
 PyTorch.
@@ -21,10 +21,11 @@ NAMED = {"shard_over": "host"}
 def main() -> None:
     """Train and compare."""
     rank = int(os.environ["RANK"])
-    # Ranks with the same name would use NVLink or shared memory.
+    # Ranks with the same name would use NVLink or shared memory, and could not share a GPU.
     os.environ |= {"NCCL_HOSTID": f"host{HOSTS[rank]}", "NCCL_SOCKET_IFNAME": "lo"}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    gpu = torch.device("cuda", rank % 2)
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", device_id=gpu)
     for name, case in on_hosts(HOSTS, all_cases, train, TRAINED, NAMED).items():
         compared = compare(case["stock"], case["patched"], reordered=case["reordered"])
         compared.assert_equal()

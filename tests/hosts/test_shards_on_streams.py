@@ -389,7 +389,7 @@ def test_a_checkpoint_of_any_layout_is_read_by_any_other_one_on_gpus(ranks, tmp_
 # --- on GPUs, over a network ---
 
 
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(2)
 def test_hosts_on_a_network_over_nccl():
     nbytes = 4 * sum(param.numel() for param in test_cluster.model().parameters())
     script = Path(__file__).with_name("nccl_hosts.py")
