@@ -1,4 +1,4 @@
-"""Trains four ranks over NCCL on two GPUs of one machine that NCCL takes for two hosts, so that its sockets connect them.
+"""Trains four ranks over NCCL on two GPUs that NCCL takes for two hosts, so that its sockets connect them.
 
 Prints the bytes of one step on the loopback interface, of all ranks together. Fails if a value differs from stock
 PyTorch.
