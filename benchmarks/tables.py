@@ -312,9 +312,10 @@ def zero_alone() -> str:
             f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else ""
             for arm in columns
         ]
-        against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
+        limit = arms.get("limit, fp32")
+        against = f"{arms['ovpatch, NCCL']['median_ms'] / limit['median_ms']:.3f}" if limit else ""
         name = f"{name_run(result)}, {result['device'].split()[1]}, {result['date']}"
-        lines.append(_row([name, str(result["world"]), *cells, f"{against:.3f}"]))
+        lines.append(_row([name, str(result["world"]), *cells, against]))
     newest = results[-1]
     return "\n".join(lines) + (
         "\n\nMilliseconds per training step, median, and peak of memory of one rank on one GPU, "

@@ -22,7 +22,6 @@ from ovpatch.overlap.comm import collectives, hosts
 from ovpatch.overlap.comm.hosts import HostGroups, HostLayout, close_host_groups, find_host_groups
 from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.comm.step_communicators import abort_step_communicators, step_communicator
-from ovpatch_plugins.dist_optimizer import sharding_choice
 from tests.hosts import test_checkpoints, test_cluster, test_shards
 from tests.hosts.test_shards import check_replicas, on_hosts
 from tests.plugins.ddp.arms import Cases, Record, data, device
@@ -258,14 +257,6 @@ def test_transports_of_a_group_do_not_serve_a_part_of_it(ranks):
 # --- on GPUs ---
 
 
-def on_gpu_hosts(
-    layout: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a function on hosts that shard within themselves also if the option is not named."""
-    with mock.patch.object(sharding_choice, "_UNTESTED_BACKENDS", ()):
-        return on_hosts(layout, function, *args, **kwargs)
-
-
 def run(
     ranks: Any,
     loop: Callable[..., Any],
@@ -275,9 +266,7 @@ def run(
     timeout: float = 180,
 ) -> list[Any]:
     nccl = NCCL | {"timeout": timeout}
-    results: list[Any] = ranks(4)(
-        on_gpu_hosts, layout, all_cases, loop, cases, options=options, **nccl
-    )
+    results: list[Any] = ranks(4)(on_hosts, layout, all_cases, loop, cases, options=options, **nccl)
     check_replicas(results)
     return results
 
@@ -354,7 +343,7 @@ def test_an_infinity_on_one_host_skips_the_step_of_all_on_gpus(ranks):
 @pytest.mark.gpu(4)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_one_rank_reads_the_state_from_its_host_alone_on_gpus(ranks, rank):
-    replies = ranks(4)(on_gpu_hosts, HOSTS, test_shards.called, rank, **NCCL)
+    replies = ranks(4)(on_hosts, HOSTS, test_shards.called, rank, **NCCL)
     result = replies[rank][0]
     compare(result["stock"], result["patched"], reordered=result["reordered"]).assert_equal()
     assert [called for _, called in replies] == [
@@ -364,7 +353,7 @@ def test_one_rank_reads_the_state_from_its_host_alone_on_gpus(ranks, rank):
 
 @pytest.mark.gpu(4)
 def test_state_is_kept_once_per_host_on_gpus(ranks):
-    for world, host in ranks(4)(on_gpu_hosts, HOSTS, test_shards.layouts, **NCCL):
+    for world, host in ranks(4)(on_hosts, HOSTS, test_shards.layouts, **NCCL):
         assert world[0] < 0.35 < 0.45 < host[0] < 0.6
         assert "each of 2 hosts keeps all state, over its 2 ranks (shard_over=auto)" in host[1][-1]
         compare(world[2], host[2]).assert_equal()
@@ -372,12 +361,12 @@ def test_state_is_kept_once_per_host_on_gpus(ranks):
 
 @pytest.mark.gpu(4)
 def test_state_becomes_full_on_every_host_with_gpus(ranks):
-    assert ranks(4)(on_gpu_hosts, HOSTS, test_shards.turned_off, **NCCL) == [True] * 4
+    assert ranks(4)(on_hosts, HOSTS, test_shards.turned_off, **NCCL) == [True] * 4
 
 
 @pytest.mark.gpu(4)
 def test_the_end_of_a_group_closes_its_communicators_on_gpus(ranks):
-    assert ranks(4)(on_gpu_hosts, HOSTS, destroyed, **NCCL) == [(1, 0)] * 4
+    assert ranks(4)(destroyed, **NCCL) == [(1, 0)] * 4
 
 
 @pytest.mark.gpu(4)

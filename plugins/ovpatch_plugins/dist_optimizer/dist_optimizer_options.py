@@ -45,8 +45,8 @@ OPTIONS: Final = (
         "state once, so that "
         "parameters do not cross the links between hosts. world: all ranks. auto: host if there "
         "are several hosts, "
-        "each with the same number of ranks and more than one, and gloo reduces on the CPU; "
-        "otherwise world.",
+        "each with the same number of ranks and more than one, and gloo reduces on the CPU or NCCL on "
+        "CUDA; otherwise world.",
         choices=("auto", "host", "world"),
     ),
     # - Gathers

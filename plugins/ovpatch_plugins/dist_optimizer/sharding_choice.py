@@ -26,9 +26,6 @@ from ovpatch_plugins.dist_optimizer.dist_optimizer_report import note_choice
 #: on both sides are in docs/features/dist_optimizer-reference.md.
 MIN_SAVED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
-# The backends with which shards within hosts have run on one machine only, whose ranks counted as several hosts.
-_UNTESTED_BACKENDS: Final = ("nccl",)
-
 _REASON_UNMEASURED: Final = "no measurement shows whether steps get longer"
 _REASON_COPIES_BY_HOST: Final = (
     "they connect all ranks of a process group, and each host keeps all state (shard_over)"
@@ -248,12 +245,7 @@ def _find_host_objection(
         return f"hosts have different numbers of ranks ({counts})"
     if not layout.is_hierarchical:
         return "each host has one rank, which would keep all state"
-    if objection := find_shards_objection(group, device):
-        return objection
-    backend = backend_name(group, device)
-    if options["shard_over"] == "auto" and backend in _UNTESTED_BACKENDS:
-        return f"shards within hosts were not tested with {backend} over a network (shard_over=host turns them on)"
-    return ""
+    return find_shards_objection(group, device)
 
 
 def _shorten(number: int) -> str:

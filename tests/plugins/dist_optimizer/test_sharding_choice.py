@@ -216,7 +216,6 @@ def choose_layout(
     with (
         mock.patch.object(nn.Parameter, "device", device),
         mock.patch.object(hosts, "backend_name", return_value=backend),
-        mock.patch.object(sharding_choice, "backend_name", return_value=backend),
         mock.patch.object(report, "_remarks", []),
     ):
         chosen = sharding_choice.choose_shard_layout(
@@ -231,7 +230,7 @@ def choose_layout(
 
 @pytest.mark.parametrize(("backend", "device"), [NCCL, GLOO])
 def test_hosts_keep_all_state_each_on_these_backends(backend, device):
-    for shard_over in ("auto", "host") if backend == "gloo" else ("host",):
+    for shard_over in ("auto", "host"):
         layout, (remark,) = choose_layout(
             backend, "aabb", torch.device(device), shard_over=shard_over
         )
@@ -265,16 +264,10 @@ def test_hosts_that_cannot_keep_all_state_each_are_an_error_if_named_and_a_remar
     assert reason in remark
 
 
-def test_shards_within_hosts_over_nccl_are_on_only_if_named():
-    layout, (remark,) = choose_layout("nccl", "aabb")
-    assert layout is None
-    assert "were not tested with nccl over a network (shard_over=host turns them on)" in remark
-
-
 def test_copy_engines_that_are_named_are_an_error_if_each_host_keeps_all_state():
     error = "connect all ranks of a process group, and each host keeps all state"
     with pytest.raises(OptionError, match=error):
-        choose_layout("nccl", "aabb", copy_engines="on", shard_over="host")
+        choose_layout("nccl", "aabb", copy_engines="on")
     # The world has copy engines if it is on one host, which another error says.
     assert choose_layout("nccl", "aabb", copy_engines="on", shard_over="world")[0] is None
 
@@ -285,7 +278,7 @@ def test_on_several_hosts_with_nccl_the_ranks_of_one_host_decide(names, on):
     group = mock.Mock(**{"size.return_value": len(names)})
     # Meta tensors take no memory. Each saves half of 21 million elements on two ranks of a host.
     model = nn.Linear(21_000_000, 1, bias=False, device="meta")
-    options = {"shard_over": "host", "main_params_in_fp32": False, "min_param_numel": 16384}
+    options = {"shard_over": "auto", "main_params_in_fp32": False, "min_param_numel": 16384}
     with (
         mock.patch.object(nn.Parameter, "device", CUDA),
         mock.patch.object(hosts, "backend_name", return_value="nccl"),
