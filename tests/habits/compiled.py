@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from tests.habits.loop import Loop, habit
-from tests.habits.wrapping import REVERTS
+from tests.habits.wrapping import REVERTS, over_a_mesh
 
 
 class _Compiled(Loop):
@@ -44,6 +44,13 @@ class compile_the_wrapper(_Compiled):
         wrapper = self.model
         self.model = torch.compile(wrapper, backend="eager")
         self.model.no_sync = wrapper.no_sync
+
+
+@habit(
+    without=("process_group", "compile_the_model", "compile_blocks", "compile_a_slice", *REVERTS)
+)
+class compile_a_wrapper_over_a_mesh(over_a_mesh, compile_the_wrapper):
+    """``torch.compile`` of the wrapper, whose first forward makes DTensors."""
 
 
 @habit(without=("compile_the_model", "compile_the_wrapper", *REVERTS))

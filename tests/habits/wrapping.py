@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.habits.layers import Then
@@ -57,6 +60,38 @@ class process_group(Loop):
 
     def kwargs(self):
         return super().kwargs() | {"process_group": dist.new_group()}
+
+
+@habit(without=("process_group",))
+class over_a_mesh(Loop):
+    """Linears are DTensors over one rank, and the wrapper has a mesh, so that only it holds parameters."""
+
+    def build(self):
+        self.__mesh = init_device_mesh(
+            "cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")
+        )
+        net = super().build()
+        plan = {
+            name: ColwiseParallel(output_layouts=Replicate())
+            for name, module in net.named_modules()
+            if type(module) is nn.Linear
+        }
+        return parallelize_module(net, self.__mesh["tp"], plan)
+
+    def kwargs(self):
+        return super().kwargs() | {"device_mesh": self.__mesh["dp"]}
+
+    def wrapped(self):
+        super().wrapped()
+        # The first forward takes the parameters from the modules.
+        self.__named = dict(self.net.named_parameters())
+
+    def grads(self):
+        named = self.__named.items()
+        return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+    def values(self):
+        return super().values() | {name: p.detach().clone() for name, p in self.__named.items()}
 
 
 # Stock PyTorch mixes up collectives if ranks skip different parameters.

@@ -204,7 +204,15 @@ def wrap_to_wait_for_compiled_code(original: Callable[..., Any]) -> Callable[...
     Otherwise it waits for all parameters.
     """
     # Dynamo is imported by now, so this costs scripts nothing that do not compile.
-    hide_frames(ModuleCall.__get__, wait_for_args, wait_for_all, wait_for_param, wait_for_module)
+    # The first forward of a compiled wrapper over a mesh makes DTensors.
+    hide_frames(
+        ModuleCall.__get__,
+        register_dtensor,
+        wait_for_args,
+        wait_for_all,
+        wait_for_param,
+        wait_for_module,
+    )
 
     def waiting(callback: Any) -> Any:
         # The callback is None for code that is not compiled.
