@@ -2,9 +2,7 @@
 
 torch makes a DTensor of each local parameter once, in the first forward, and its node stays for all
 steps. The engine runs ready nodes by age, the oldest last. So all gradients would reach their
-parameters at the end of the backward, where no computation hides their reductions. What is worse,
-the gradients of norms are added up over the ranks of tensor parallelism there, sequentially, while
-the GPU waits for the host.
+parameters at the end of the backward, where no computation hides their reductions.
 """
 
 from __future__ import annotations
@@ -14,12 +12,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+GRADS_ARE_SHARDS: Final = "_ovpatch_grads_are_shards"
+"""The attribute of a module from whose sharded parameters the engine gets shards of gradients.
+
+Nodes of other parameters may add up gradients over the ranks of tensor parallelism, as those of norms do. Ranks pair
+these sums by position. So they stay at the end of the backward, where their order does not depend on the graph of a
+rank.
+"""
+
 # AccumulateGrad nodes have the largest number, so that each gradient is accumulated at once.
 _NEARLY_LAST: Final = 2**64 - 2
 
 
 class MeshGrads:
-    """The nodes between the local parameters of a model and their DTensors."""
+    """The nodes between local parameters of a model and their DTensors, which the engine runs as soon as it can."""
 
     def __init__(self) -> None:
         # Each node with its number in stock PyTorch.
@@ -37,10 +43,8 @@ class MeshGrads:
         # The class of a parameter whose gather is in flight would wait for it.
         with torch._C.DisableTorchFunctionSubclass():
             for module in model.modules():
-                for value in vars(module).values():
-                    node: Any = value.grad_fn if isinstance(value, Tensor) else None
-                    if type(node).__name__ == "_FromTorchTensorBackward":
-                        self._numbers.append((node, node._sequence_nr()))
+                if getattr(module, GRADS_ARE_SHARDS, False):
+                    self._numbers += filter(None, map(_find_number, vars(module).values()))
         for node, _ in self._numbers:
             node._set_sequence_nr(_NEARLY_LAST)
 
@@ -49,3 +53,22 @@ class MeshGrads:
         for node, number in self._numbers:
             node._set_sequence_nr(number)
         self._numbers = []
+
+    # The module may outlive its wrapper.
+    def __del__(self) -> None:
+        self.restore()
+
+
+def _find_number(value: Any) -> tuple[Any, int] | None:
+    """Return the node of a sharded parameter's DTensor with its number; None for anything else."""
+    node: Any = value.grad_fn if isinstance(value, Tensor) else None
+    if (
+        type(node).__name__ != "_FromTorchTensorBackward"
+        or not value._spec.placements[0].is_shard()
+    ):
+        return None
+    # torch marks the parameters that it has made of DTensors.
+    is_param = hasattr(getattr(node.next_functions[0][0], "variable", None), "_st_info")
+    number = node._sequence_nr()
+    # Another wrapper of the module may have raised the number, and restores it.
+    return (node, number) if is_param and number != _NEARLY_LAST else None

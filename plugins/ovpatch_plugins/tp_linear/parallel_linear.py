@@ -311,6 +311,8 @@ class Linear(nn.Linear):
     _ovpatch_parallel: TPLinear
     # The attribute that DELAYS_WGRAD names: operators offer the GEMMs of weight gradients to pipelines.
     _ovpatch_delays_wgrad = True
+    # The attribute that GRADS_ARE_SHARDS names. Linears that stock PyTorch computes get shards, too.
+    _ovpatch_grads_are_shards = True
 
     def forward(self, input: Tensor) -> Any:
         """Return the output of stock PyTorch: a local tensor, or a DTensor if the style wants one."""

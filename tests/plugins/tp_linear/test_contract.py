@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 from pathlib import Path
@@ -25,15 +26,15 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
 import ovpatch
-from tests.plugins.ddp.arms import table
+from tests.plugins.ddp.arms import all_both, table
 from tests.plugins.tp_linear import arms
 from tests.plugins.tp_linear.arms import (
     Record,
-    all_both,
     both,
     check_same,
     copy_full,
@@ -460,13 +461,18 @@ def orders_of_gradients(*features: str) -> tuple[list[str], list[str]]:
         return order_of_gradients(), order_of_gradients(*features)
 
 
-@pytest.mark.parametrize("features", [("ddp",), ("tp_linear", "ddp", "dist_optimizer")])
+@pytest.mark.parametrize("features", [("tp_linear", "ddp"), ("tp_linear", "ddp", "dist_optimizer")])
 def test_gradients_under_ddp_arrive_while_backward_computes(ranks, features):
     for stock, ours in ranks(4)(orders_of_gradients, *features):
         assert sorted(stock) == sorted(ours)
         split = ours.index("output of the first layer")
-        early = {name for name in ours[:split] if name.startswith("layers.1.")}
-        assert early == {name for name in ours if name.startswith("layers.1.")}
+        late = {name for name in ours[split:] if name.startswith("layers.1.")}
+        # The gradients of norms, and of biases that are added to sums, are themselves sums over ranks.
+        assert late == {
+            "layers.1.attention.out.bias",
+            "layers.1.mlp.w2.bias",
+            *(f"layers.1.norm{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")),
+        }
         # The old nodes of DTensors run last.
         assert stock[0] == "output of the first layer"
 
@@ -500,8 +506,60 @@ def reads_of_a_weight_under_ddp(shares: bool, when: str) -> list[Tensor]:
     return [grad.full_tensor() for grad in grads]
 
 
+def reads_in_both_arms(cases: Any) -> Any:
+    both_features = functools.partial(ovpatch.applied, "tp_linear", "ddp")
+    return all_both(reads_of_a_weight_under_ddp, cases, apply=both_features)
+
+
 def test_reads_of_a_weight_under_ddp_get_what_stock_pytorch_gives(ranks):
     cases = table(shares=[True, False], when=["before", "after"])
-    for results in ranks(4)(all_both, reads_of_a_weight_under_ddp, cases):
+    for results in ranks(4)(reads_in_both_arms, cases):
         for result in results.values():
             compare(result["stock"], result["patched"]).assert_equal()
+
+
+class Branches(nn.Module):
+    """Norms in parallel branches, which ranks run in different orders, as a loop over a set of names does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(WIDTH) for name in "abc"})
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.order = "abc"
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = {name: self.norms[name](x) for name in self.order}
+        result: Tensor = self.head(outs["a"] + 2 * outs["b"].square() + 3 * outs["c"].tanh())
+        return result
+
+
+def train_branches() -> list[Record]:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    torch.manual_seed(0)
+    meshes = mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
+    plan = {f"norms.{name}": SequenceParallel(sequence_dim=0) for name in "abc"}
+    plan |= {"head": ColwiseParallel(input_layouts=CUT)}
+    model = parallelize_module(Branches().double(), meshes["tp"], plan)
+    model.order = ("abc", "cab")[meshes["tp"].get_local_rank()]
+    wrapped = DDP(model, device_mesh=meshes["dp"])
+    params = dict(model.named_parameters())
+    records = []
+    for number in range(3):
+        x = draw(4, WIDTH, seed=10 * number + dist.get_rank(), dtype=torch.float64)
+        wrapped(x).square().mean().backward()
+        records.append({name: param.grad.clone() for name, param in params.items()})
+        for param in params.values():
+            param.grad = None
+    return records
+
+
+def branches_in_both_arms() -> tuple[list[Record], list[Record]]:
+    stock = train_branches()
+    with ovpatch.applied("tp_linear", "ddp"):
+        return stock, train_branches()
+
+
+def test_ranks_of_tensor_parallelism_may_run_norms_in_different_orders(ranks):
+    for stock, ours in ranks(4)(branches_in_both_arms):
+        compare(stock, ours).assert_equal()
