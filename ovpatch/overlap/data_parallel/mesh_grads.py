@@ -30,6 +30,8 @@ class MeshGrads:
     def __init__(self) -> None:
         # Each node with its number in stock PyTorch.
         self._numbers: list[tuple[Any, int]] = []
+        # torch makes the DTensors once, so one search finds them.
+        self._has_searched = False
 
     @torch._disable_dynamo
     def hasten(self, model: nn.Module) -> None:
@@ -38,8 +40,9 @@ class MeshGrads:
         Args:
             model: The model, after its first forward.
         """
-        if self._numbers:
+        if self._has_searched:
             return
+        self._has_searched = True
         # The class of a parameter whose gather is in flight would wait for it.
         with torch._C.DisableTorchFunctionSubclass():
             for module in model.modules():
