@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.runs import described
 from ovpatch.insight.bench import scaling
-from tests.support.hosts import hosts, reason_to_skip
+from tests.support.hosts import hosts, read_sent_bytes, reason_to_skip
 
 _SHARDED: Final = ("ddp", "dist_optimizer")
 _FLAT: Final = {"ddp": {"hierarchical": "off"}}
@@ -120,13 +120,6 @@ class Trainer:
         return [int(size) for size in logged["rebuilt_bucket_sizes"].split(",")]
 
 
-def count_sent_bytes() -> int:
-    """Return the bytes that this host has sent over its link."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    line = next(line for line in lines if line.strip().startswith("eth0"))
-    return int(line.partition(":")[2].split()[8])
-
-
 def clock(step: Callable[[], None], count: int) -> dict[str, Any]:
     """Return the time of each step, of the slowest rank, in ms, and the bytes of each step over this host's link.
 
@@ -134,13 +127,13 @@ def clock(step: Callable[[], None], count: int) -> dict[str, Any]:
     ends after a barrier.
     """
     dist.barrier()
-    begin, before = time.perf_counter(), count_sent_bytes()
+    begin, before = time.perf_counter(), read_sent_bytes()
     for _ in range(count):
         step()
     dist.barrier()
     spent = torch.tensor([(time.perf_counter() - begin) / count * 1e3])
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return {"ms": spent.item(), "bytes": (count_sent_bytes() - before) / count}
+    return {"ms": spent.item(), "bytes": (read_sent_bytes() - before) / count}
 
 
 def measure_arm(name: str, args: dict[str, Any]) -> dict[str, Any]:

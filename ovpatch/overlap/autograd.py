@@ -26,6 +26,15 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def find_local_param(dtensor: Any) -> Any:
+    """Return the parameter of which ``DTensor.from_local()`` has made a DTensor; None if there is none."""
+    node = dtensor.grad_fn
+    if type(node).__name__ != "_FromTorchTensorBackward":
+        return None
+    # Only the node of a parameter, AccumulateGrad, has a variable.
+    return getattr(node.next_functions[0][0], "variable", None)
+
+
 def will_execute(node: Any) -> bool:
     """Return whether the running backward will execute a node."""
     try:

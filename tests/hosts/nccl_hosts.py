@@ -33,7 +33,7 @@ def main() -> None:
     options = {"dist_optimizer": NAMED | {"min_param_numel": 8}}
     features = ("ddp", "dist_optimizer")
     sent, sharded, *_ = on_hosts(
-        HOSTS, test_cluster.train_in_group, features, options, 5, "cuda", "lo:"
+        HOSTS, test_cluster.train_in_group, features, options, 5, "cuda", "lo"
     )
     assert sharded > 0, "no step was sharded"
     dist.destroy_process_group()

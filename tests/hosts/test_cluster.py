@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL
 from tests.support import patience
-from tests.support.hosts import find_processes_in, hosts
+from tests.support.hosts import find_processes_in, hosts, read_sent_bytes
 from tests.support.rarely import RARELY
 
 # Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
@@ -143,7 +143,7 @@ def train_in_group(
     options: dict[str, Any],
     steps: int,
     device: str = "cpu",
-    interface: str = "eth0:",
+    interface: str = "eth0",
 ) -> list[float]:
     """Do the same in the default group."""
     # The host is the limit of a model as small as this one, which must not decide.
@@ -154,7 +154,7 @@ def train_in_group(
         sent = []
         for step in range(steps):
             dist.barrier()
-            sent.append(count_sent_bytes(interface))
+            sent.append(read_sent_bytes(interface=interface))
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             given = torch.randn(8, 700, generator=generator).to(device)
             wrapped(given).square().mean().backward()
@@ -162,7 +162,7 @@ def train_in_group(
             optimizer.zero_grad()
             [param.sum().item() for param in wrapped.parameters()]
             dist.barrier()
-        sent.append(count_sent_bytes(interface))
+        sent.append(read_sent_bytes(interface=interface))
         from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
         return [
@@ -170,12 +170,6 @@ def train_in_group(
             COUNTERS.grads_sharded,
             *[param.sum().item() for param in wrapped.parameters()],
         ]
-
-
-def count_sent_bytes(interface: str) -> int:
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    line = next(line for line in lines if line.strip().startswith(interface))
-    return int(line.partition(":")[2].split()[8])
 
 
 def test_dist_optimizer_sends_two_sums_over_each_link_at_most(cluster):

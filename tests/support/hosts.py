@@ -162,7 +162,7 @@ class Cluster:
 
     def bytes_sent(self) -> list[int]:
         """Return the bytes that each host has sent over its link since it exists."""
-        return [_read_sent_bytes(pid) for pid in self._pids]
+        return [read_sent_bytes(pid) for pid in self._pids]
 
     def kill(self, host: int) -> None:
         """Let a host lose its power: its peers see silence."""
@@ -421,13 +421,14 @@ def _run(argv: Sequence[str]) -> None:
         raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
 
 
-def _read_sent_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+def read_sent_bytes(process: int | str = "self", interface: str = "eth0") -> int:
+    """Return the bytes that an interface in the network namespace of a process has sent."""
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
-        if name.strip() == "eth0":
+        if name.strip() == interface:
             # The first eight numbers count what was received.
             return int(numbers.split()[8])
-    raise RuntimeError(f"process {pid} has no link")
+    raise RuntimeError(f"process {process} has no interface {interface}")
 
 
 def read_namespace(pid: int) -> str:

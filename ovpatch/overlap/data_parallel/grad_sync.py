@@ -398,7 +398,8 @@ class GradSync:
         while self.started < len(lacking) and lacking[self.started] == 0:
             self._start_next(node_grad)
         # The last gradient starts all buckets that are left, and no computation hides them.
-        self.reduced_early = self.reduced if self.started < len(lacking) else self.reduced_early
+        if self.started < len(lacking):
+            self.reduced_early = self.reduced
 
     def start_remaining(self) -> None:
         """Start all other buckets."""

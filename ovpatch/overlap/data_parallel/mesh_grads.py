@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ovpatch.overlap.autograd import find_local_param
+
 GRADS_ARE_SHARDS: Final = "_ovpatch_grads_are_shards"
 """The attribute of a module from whose sharded parameters the engine gets shards of gradients.
 
@@ -28,10 +30,9 @@ class MeshGrads:
     """The nodes between local parameters of a model and their DTensors, which the engine runs as soon as it can."""
 
     def __init__(self) -> None:
-        # Each node with its number in stock PyTorch.
-        self._numbers: list[tuple[Any, int]] = []
-        # torch makes the DTensors once, so one search finds them.
-        self._has_searched = False
+        # Each node with its number in stock PyTorch; None before the search. torch makes the DTensors once, so one
+        # search finds them.
+        self._numbers: list[tuple[Any, int]] | None = None
 
     @torch._disable_dynamo
     def hasten(self, model: nn.Module) -> None:
@@ -40,9 +41,9 @@ class MeshGrads:
         Args:
             model: The model, after its first forward.
         """
-        if self._has_searched:
+        if self._numbers is not None:
             return
-        self._has_searched = True
+        self._numbers = []
         # The class of a parameter whose gather is in flight would wait for it.
         with torch._C.DisableTorchFunctionSubclass():
             for module in model.modules():
@@ -53,7 +54,7 @@ class MeshGrads:
 
     def restore(self) -> None:
         """Let the engine run the nodes at the end again."""
-        for node, number in self._numbers:
+        for node, number in self._numbers or ():
             node._set_sequence_nr(number)
         self._numbers = []
 
@@ -64,14 +65,10 @@ class MeshGrads:
 
 def _find_number(value: Any) -> tuple[Any, int] | None:
     """Return the node of a sharded parameter's DTensor with its number; None for anything else."""
-    node: Any = value.grad_fn if isinstance(value, Tensor) else None
-    if (
-        type(node).__name__ != "_FromTorchTensorBackward"
-        or not value._spec.placements[0].is_shard()
-    ):
-        return None
     # torch marks the parameters that it has made of DTensors.
-    is_param = hasattr(getattr(node.next_functions[0][0], "variable", None), "_st_info")
-    number = node._sequence_nr()
+    is_param = isinstance(value, Tensor) and hasattr(find_local_param(value), "_st_info")
+    if not is_param or not value._spec.placements[0].is_shard():
+        return None
+    number = value.grad_fn._sequence_nr()
     # Another wrapper of the module may have raised the number, and restores it.
-    return (node, number) if is_param and number != _NEARLY_LAST else None
+    return None if number == _NEARLY_LAST else (value.grad_fn, number)

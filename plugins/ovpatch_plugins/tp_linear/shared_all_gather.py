@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import PrepareModuleInput
 
+from ovpatch.overlap.autograd import find_local_param
 from ovpatch.overlap.tensor_parallel import tp_group
 from ovpatch.overlap.tensor_parallel.layout import find_sequence_dim, get_local, is_recorded
 from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto
@@ -225,15 +226,8 @@ def _is_parameter(linear: nn.Linear) -> bool:
     weight = vars(linear).get("weight")
     if not isinstance(weight, DTensor):
         return False
-    node = weight.grad_fn
     # A DTensor without a node is not trained.
-    if node is None:
-        return True
-    # Only the node of a parameter, AccumulateGrad, has a variable.
-    input_nodes = (input_node for input_node, _ in node.next_functions if input_node is not None)
-    return type(node).__name__ == "_FromTorchTensorBackward" and all(
-        hasattr(input_node, "variable") for input_node in input_nodes
-    )
+    return weight.grad_fn is None or find_local_param(weight) is not None
 
 
 def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:

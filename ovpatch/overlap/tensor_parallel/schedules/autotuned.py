@@ -302,23 +302,21 @@ class Auto(Bulk):
                 schedule for schedule in candidates if not schedule.has_memory(ranks, device)
             ]
             tune = get_autotuner(ranks.group, device, "tp_linear", cache_dir()).tune
-            choices = {
-                direction: tune(ranks.group, self.make_tuning(ranks, device, shape, direction))
-                for direction in (("forward", "backward") if chooses_forward else ("backward",))
-            }
-            forward, backward = (
-                self._candidates[choices[direction].candidate]
-                if direction in choices
-                else self._candidates[self._default]
-                for direction in ("forward", "backward")
-            )
+            directions = ("forward", "backward") if chooses_forward else ("backward",)
+            choices = [
+                tune(ranks.group, self.make_tuning(ranks, device, shape, direction))
+                for direction in directions
+            ]
+            forward_name = choices[0].candidate if chooses_forward else self._default
+            forward = self._candidates[forward_name]
+            backward = self._candidates[choices[-1].candidate]
             pair = Pair(forward, backward)
             # The race has allocated this memory, and no call will use it.
             for schedule in without_memory:
                 if schedule not in (forward, backward):
                     schedule.release(ranks, device)
             # A choice without measurement, as under a capture, does not hold for later calls.
-            if all(choice.final for choice in choices.values()):
+            if all(choice.final for choice in choices):
                 pairs[key] = pair
                 # A choice of an earlier run of the feature may have lost its memory, which a backward cannot allocate.
                 forward.prepare(ranks, device)
