@@ -280,7 +280,8 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     with built(name, problem) as (step, description):
         gpu = GpuState(device())
         found = clocked(step, args, lambda step, steps: gpu.watch(running, step, steps))
-        found["gpu"] = gather_states(gpu)
+        # `running` runs one step more than it times.
+        found["gpu"] = gather_states(gpu, args.steps + 1)
         if args.profile and name not in args.profiled:
             profile(step, args.profile / f"{name.replace(', ', '-').replace(' ', '_')}.json.gz")
             args.profiled.add(name)
@@ -301,10 +302,11 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     return row | speed(statistics.median(found["ms"]), args)
 
 
-def gather_states(gpu: GpuState) -> list[dict[str, float]]:
-    """Return the medians of each rank's GPU; empty without GPUs."""
+def gather_states(gpu: GpuState, steps: int) -> list[dict[str, float]]:
+    """Return the medians of each rank's GPU and its joules of a step; empty without GPUs."""
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, gpu.medians())
+    own = gpu.medians()
+    dist.all_gather_object(states, own and own | {"joules": round(gpu.joules / steps, 1)})
     return [state for state in states if state]
 
 

@@ -26,6 +26,8 @@ class GpuState:
         self._device = device
         # MHz of the multiprocessors and watts.
         self._samples: list[tuple[float, float]] = []
+        # The joules that the GPU took in the watched runs.
+        self.joules = 0.0
         # The reason why there are no samples, or "".
         self.problem = "" if device.type == "cuda" else "no GPU"
 
@@ -35,12 +37,14 @@ class GpuState:
             return run(*args)
         ended = threading.Event()
         thread = threading.Thread(target=self._sample_until, args=(ended,), daemon=True)
+        before = self._read_joules()
         thread.start()
         try:
             return run(*args)
         finally:
             ended.set()
             thread.join()
+            self.joules += self._read_joules() - before
 
     def medians(self) -> dict[str, float]:
         """Return the medians of the clock and the power; empty without samples."""
@@ -52,6 +56,18 @@ class GpuState:
             "watts": round(statistics.median(powers)),
             "samples": len(clocks),
         }
+
+    def _read_joules(self) -> float:
+        """Return the joules since the driver was loaded; 0 if they are not known."""
+        try:
+            import pynvml
+
+            # torch has made NVML ready, and knows which of its GPUs this one is.
+            handle = torch.cuda._get_pynvml_handler(self._device)
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        except (ModuleNotFoundError, RuntimeError) as error:
+            self.problem = f"{type(error).__name__}: {error}"
+            return 0.0
 
     def _sample_until(self, ended: threading.Event) -> None:
         while not ended.wait(_INTERVAL_S):

@@ -441,7 +441,7 @@ def ablation() -> str:
         "over no overlap",
         "peak GiB",
     ]
-    header += ["what came under compute"]
+    header += ["clock, MHz", "cycles / limit", "joules", "what came under compute"]
     lines = [_heading(header), _row(["---"] * len(header))]
     for result in results:
         lines += _ablation_rows(result)
@@ -451,7 +451,7 @@ def ablation() -> str:
         f"{newest['torch']}, fused AdamW, "
         "random data, alternating settings in one run. MFU is of the "
         "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its "
-        "overlap off. Raw "
+        "overlap off. Clock and joules are the means over GPUs; cycles are time by clock. Raw "
         "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
     )
 
@@ -465,9 +465,15 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
         f"DP {result['world'] // settings['tp']} x TP {settings['tp']}, {_where_and_when(result)}"
     )
     how = {row["arm"]: row["features"] for row in result["rows"]}
-    lines = []
+    clocks, lines = _mean_of_gpus(result, "mhz"), []
+    joules = _mean_of_gpus(result, "joules")
     for arm, row in arms.items():
         ms = row["median_ms"]
+        cycles = [
+            arms[name]["median_ms"] * clocks[name]
+            for name in (arm, "limit")
+            if name in arms and name in clocks
+        ]
         tflops = settings["flops"] / ms / 1e9
         mfu = f"{tflops / settings['peak_tflops']:.1%}" if settings["peak_tflops"] else ""
         ratios = [
@@ -483,9 +489,22 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
             mfu,
             *ratios,
             f"{row['peak_gib']:.1f}",
+            f"{clocks[arm]:.0f}" if arm in clocks else "",
+            f"{cycles[0] / cycles[1]:.2f}" if len(cycles) == 2 else "",
+            f"{joules[arm]:.0f}" if arm in joules else "",
         ]
         lines.append(_row([*cells, _overlapped(how[arm])]))
     return lines
+
+
+def _mean_of_gpus(result: dict[str, Any], name: str) -> dict[str, float]:
+    """Return the mean of a measurement of all GPUs by arm; nothing for arms without it."""
+    by_arm: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        found = [gpu[name] for gpu in row.get("gpu", ()) if name in gpu]
+        if found:
+            by_arm.setdefault(row["arm"], []).extend(found)
+    return {arm: statistics.mean(values) for arm, values in by_arm.items()}
 
 
 # A feature's counters of overlapped and of all collectives, and their name.
