@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import threading
 from collections.abc import Callable
@@ -60,11 +61,10 @@ class GpuState:
     def _read_joules(self) -> float:
         """Return the joules since the driver was loaded; 0 if they are not known."""
         try:
-            import pynvml
-
+            nvml = importlib.import_module("pynvml")
             # torch has made NVML ready, and knows which of its GPUs this one is.
             handle = torch.cuda._get_pynvml_handler(self._device)
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+            return nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
         except (ModuleNotFoundError, RuntimeError) as error:
             self.problem = f"{type(error).__name__}: {error}"
             return 0.0
