@@ -146,6 +146,7 @@ def test_the_allocator_agrees(ranks):
 def measure_allocator() -> tuple[int, int, int]:
     # A model that ends while the next one is measured would count against it.
     kept: list[DDP] = []
+    dropping = torch.zeros(1, device="cuda")
 
     def allocate() -> int:
         before = torch.cuda.memory_allocated()
@@ -153,8 +154,10 @@ def measure_allocator() -> tuple[int, int, int]:
         kept.append(DDP(net))
         for step in range(3):
             kept[-1](data(step, 4, 2 * WIDTH).cuda()).square().mean().backward()
-        # A collective keeps its memory until NCCL's watchdog has seen its end.
+        # NCCL's watchdog sees the end of a collective, and the next collective drops its memory. The buckets of the
+        # first step would be held otherwise.
         kept[-1].process_group._wait_for_pending_works()
+        torch.distributed.all_reduce(dropping)
         return torch.cuda.memory_allocated() - before
 
     # The first run allocates the workspaces of cuBLAS and NCCL.
