@@ -313,14 +313,15 @@ READ_HOOKS: Final = (
         wrap_to_wait_for_graphs,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
+    # Older versions of torch have no such class, so nothing is missing from a report.
     *(
         ReadHook(
             f"torch.accelerator.graphs.Graph.{name}",
             wrap_to_wait_for_graphs,
             "as torch.cuda.graphs.CUDAGraph",
-            True,
         )
         for name in ("capture_begin", "replay")
+        if hasattr(getattr(torch, "accelerator", None), "graphs")
     ),
     ReadHook(
         "torch.autograd.function.Function.apply"
