@@ -318,8 +318,8 @@ class Auto(Bulk):
             # A choice without measurement, as under a capture, does not hold for later calls.
             if all(choice.final for choice in choices):
                 pairs[key] = pair
-                # A choice of an earlier run of the feature may have lost its memory, which a backward cannot allocate.
-                forward.prepare(ranks, device)
+                # A choice of an earlier run of the feature may have lost its memory. A forward allocates it again, a
+                # backward cannot.
                 backward.prepare(ranks, device)
         return pair
 
