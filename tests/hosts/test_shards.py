@@ -11,6 +11,7 @@ import torch
 
 import ovpatch
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
+from ovpatch_plugins.dist_optimizer import sharding_choice
 from tests.plugins.ddp.arms import Cases, data
 from tests.plugins.ddp.checks import same_bits
 from tests.plugins.dist_optimizer import (
@@ -33,8 +34,21 @@ STYLES = ("accumulated, quiet: True, None: False", "closure")
 def on_hosts(
     hosts: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    with fake_hosts(hosts):
-        return function(*args, **kwargs)
+    """Call a function in which each host keeps all shards of a model, at least of one."""
+    choose, layouts = sharding_choice.choose_shard_layout, []
+
+    def note_layout(*facts: Any) -> Any:
+        layouts.append(choose(*facts))
+        return layouts[-1]
+
+    with (
+        fake_hosts(hosts),
+        mock.patch.object(sharding_choice, "choose_shard_layout", note_layout),
+    ):
+        result = function(*args, **kwargs)
+    # Otherwise the function has tested shards over all ranks.
+    assert any(layouts)
+    return result
 
 
 def check_replicas(results: list[Any]) -> None:
