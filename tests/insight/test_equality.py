@@ -320,6 +320,15 @@ def test_sparse_that_is_not_coalesced():
     assert only_row(twice, once * 2).verdict is Verdict.DIFFERENT
 
 
+def test_sparse_of_inference_mode():
+    with torch.inference_mode():
+        value = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,))
+    # A copy that is made outside of the mode still has parts of the mode.
+    for copied in (value, value.clone()):
+        assert only_row(value, copied).verdict is Verdict.BITWISE
+        assert only_row(copied * 2, value).verdict is Verdict.DIFFERENT
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [

@@ -261,5 +261,8 @@ def _make_row(
 
 def _measure(a: Leaf, b: Leaf) -> Difference:
     """Compare numbers or tensors; a stored zero of a sparse tensor equals an omitted one."""
-    sparse = isinstance(a, torch.Tensor) and a.layout is not torch.strided
-    return measure_difference(*(_sparse_values(a, b) if sparse else (a, b)))
+    if not isinstance(a, torch.Tensor) or a.layout is torch.strided:
+        return measure_difference(a, b)
+    # Torch coalesces sparse tensors of a script's inference mode only in that mode.
+    with torch.inference_mode():
+        return measure_difference(*_sparse_values(a, b))
