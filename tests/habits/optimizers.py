@@ -362,9 +362,7 @@ class new_optimizer(Loop):
             self.opt = self.__optimizer(self.params, lr=0.01)
 
 
-# The stock reducer waits for the gradient of the replaced parameter and never ends the reduction, in
-# which it has already scaled sparse gradients: a declared departure.
-@habit(without=("replace_a_parameter",))
+@habit()
 class sparse_adam(Loop):
     """SparseAdam trains an embedding, and another optimizer the other parameters."""
 
