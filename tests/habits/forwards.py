@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.loop import Choice, Loop, Net, habit, loss_of
+from tests.habits.loop import Choice, Loop, Net, call_in_thread, habit, loss_of
 
 
 @habit()
@@ -287,9 +286,7 @@ class backward_in_a_thread(Loop):
     """The backward runs in another thread."""
 
     def backward(self, step):
-        thread = threading.Thread(target=self.loss.backward)
-        thread.start()
-        thread.join()
+        call_in_thread(self.loss.backward)
 
 
 @habit()
