@@ -722,6 +722,9 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
 
 
 def _watch_param(param: Tensor, model: ShardedGrads, index: int) -> None:
+    # The script may have quantized a frozen parameter, which then cannot have gradients.
+    if not (param.is_floating_point() or param.is_complex()):
+        return
     is_trained = param.requires_grad
     # A parameter that is frozen now gets local gradients once the script thaws it. Torch refuses
     # hooks on frozen parameters.
