@@ -16,6 +16,20 @@ def _scale_by_dividing(p):
     p.grad /= 3
 
 
+def _find_alike(params):
+    """Return the parameters that may have the gradient of the first one.
+
+    Fused optimizers of stock PyTorch pair the elements of a parameter and its gradient by their places
+    in memory. So a gradient with other strides would give other results.
+    """
+    first = params[0]
+    return [
+        p
+        for p in params
+        if p.shape == first.shape and p.dtype == first.dtype and p.stride() == first.stride()
+    ]
+
+
 @habit()
 class scale_gradients(Loop):
     """All gradients are scaled."""
@@ -85,7 +99,9 @@ class own_gradient(Loop):
         self.params[-1].grad = torch.ones_like(self.params[-1])
 
 
-@habit(without=("fused",))
+# Torch refuses to add to such a gradient. With views, stock PyTorch copies it into a bucket in the second
+# forward, which rebuilds the buckets, and so refuses a step later.
+@habit(without=("fused", "views"))
 class expanded_gradient(Loop):
     """The script gives a parameter a gradient whose elements share memory."""
 
@@ -171,7 +187,7 @@ class swap_gradients(Loop):
 
     def reduced(self, step):
         super().reduced(step)
-        same = [p for p in self.params if p.shape == self.params[0].shape]
+        same = _find_alike(self.params)
         same[0].grad, same[-1].grad = same[-1].grad, same[0].grad
 
 
@@ -182,14 +198,7 @@ class same_gradient_for_two(Loop):
 
     def reduced(self, step):
         super().reduced(step)
-        first = self.params[0]
-        # Fused optimizers of stock PyTorch pair the elements of a parameter and its gradient by their
-        # places in memory, so a gradient with other strides gives other results.
-        self.__same = [
-            p
-            for p in self.params
-            if p.shape == first.shape and p.dtype == first.dtype and p.stride() == first.stride()
-        ]
+        self.__same = _find_alike(self.params)
         self.__same[-1].grad = self.__same[0].grad
 
     def end(self, step):
@@ -211,8 +220,10 @@ class keep_gradients(Loop):
         self.see("kept", [None if grad is None else grad.clone() for grad in self.__kept])
 
 
-# The stock reducer wants the gradient of a parameter that is frozen by then.
-@habit(without=("freeze_for_a_while", "freeze_later"))
+# The stock reducer wants the gradient of a parameter that is frozen by then. If the step computes the
+# gradients, the local backward comes before the first one of the wrapper, and stock PyTorch takes it
+# for the first iteration of a static graph: later backwards of the wrapper stay local.
+@habit(without=("freeze_for_a_while", "freeze_later", "closure"))
 class save_and_restore_gradients(Loop):
     """The script puts gradients aside, runs a local backward, and restores them."""
 
@@ -229,11 +240,12 @@ class save_and_restore_gradients(Loop):
 
 @habit(without=("views", "sparse_embedding", "sparse_adam"))
 class gradients_as_views_of_one(Loop):
-    """The script makes all gradients views of one tensor."""
+    """The script makes gradients views of one tensor."""
 
     def ready(self):
         super().ready()
-        self.__dense = [p for p in self.params if p.dtype == torch.float32]
+        # Each view must have the strides of its parameter, see `_find_alike`.
+        self.__dense = [p for p in self.params if p.dtype == torch.float32 and p.is_contiguous()]
         self.__flat = torch.zeros(sum(p.numel() for p in self.__dense))
 
     def start(self, step):

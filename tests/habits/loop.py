@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import torch
@@ -189,6 +190,16 @@ class Net(nn.Module):
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     """Return a loss."""
     return output.square().mean()
+
+
+def call_in_thread(function: Callable[[], Any]) -> Any:
+    """Return the result of a call in another thread, which ends before this function returns.
+
+    What the thread raises is raised here. Otherwise a loop would continue after an error that only the next
+    forward of stock PyTorch reports: ddp-reference.md, "Differences".
+    """
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
 
 
 class Loop:

@@ -207,14 +207,17 @@ def _judge(cell: Cell, stock: _Run, patched: _Run, noise_runs: list[Any]) -> Out
     """Compare two runs by the rule of ``ovpatch.insight``, and the counters with the declarations."""
     needed = set[Expected]()
     declared = find_expected(cell.habits)
-    floor = FLOOR if cell.world > 2 else 0.0
+    floor, units = (FLOOR, 1) if cell.world > 2 else (0.0, 0)
     difference = _describe(
-        compare(stock.records, patched.records, reruns=noise_runs, floor=floor), floor
+        compare(stock.records, patched.records, reruns=noise_runs, floor=floor, noise_units=units),
+        floor,
     )
     if difference:
         for declaration in declared:
             allowed = max(declaration.allow, floor)
-            compared = compare(stock.records, patched.records, reruns=noise_runs, floor=allowed)
+            compared = compare(
+                stock.records, patched.records, reruns=noise_runs, floor=allowed, noise_units=units
+            )
             if declaration.allow and not _describe(compared, allowed):
                 needed.add(declaration)
                 difference = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Collection
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.habits.layers import Then, embed
-from tests.habits.loop import Choice, Loop, habit, loss_of
+from tests.habits.loop import Choice, Loop, call_in_thread, habit, loss_of
 
 
 def _optimizer(
@@ -362,9 +361,7 @@ class new_optimizer(Loop):
             self.opt = self.__optimizer(self.params, lr=0.01)
 
 
-# The stock reducer waits for the gradient of the replaced parameter and never ends the reduction, in
-# which it has already scaled sparse gradients: a declared departure.
-@habit(without=("replace_a_parameter",))
+@habit()
 class sparse_adam(Loop):
     """SparseAdam trains an embedding, and another optimizer the other parameters."""
 
@@ -580,6 +577,4 @@ class step_in_a_thread(Loop):
     """The step runs in another thread."""
 
     def step(self, step):
-        thread = threading.Thread(target=self.opt.step)
-        thread.start()
-        thread.join()
+        call_in_thread(self.opt.step)

@@ -11,7 +11,7 @@ from torch.nn.utils import prune as pruning
 from torch.optim import swa_utils
 
 from tests.habits.loop import Choice, Loop, habit, loss_of
-from tests.habits.wrapping import REVERTS, find_unused
+from tests.habits.wrapping import UNFINISHED, find_unused
 
 #: Habits whose later iterations may not use fewer parameters.
 _STATIC = ("static_graph", "static_graph_later", "twice_backward")
@@ -235,18 +235,7 @@ class freeze_for_a_while(find_unused):
         super().start(step)
 
 
-# The reduction stays unfinished, as under `unused_without_a_word`.
-@habit(
-    without=(
-        "views",
-        "sparse_embedding",
-        "sparse_adam",
-        "late_comm_hook",
-        "join",
-        *REVERTS,
-        *_STATIC,
-    )
-)
+@habit(without=(*UNFINISHED, *_STATIC))
 class freeze_later(Loop):
     """A parameter is frozen after some steps, and the wrapper does not search for it."""
 
@@ -300,8 +289,8 @@ class swap_tensors(Loop):
             torch.utils.swap_tensors(self.params[0], nn.Parameter(self.params[0].detach() * 0.9))
 
 
-# After the wrap, stock PyTorch does not reduce afterwards: ddp-reference.md, "Differences".
-@habit()
+# Both reducers wait for the gradient of the parameter that was replaced.
+@habit(without=UNFINISHED)
 class replace_a_parameter(Loop):
     """A layer gets another parameter after the wrap."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import torch
 import torch.distributed as dist
 
-from tests.habits.loop import Choice, Loop, habit
+from tests.habits.loop import Choice, Loop, call_in_thread, habit
 
 
 @habit()
@@ -261,16 +260,13 @@ class state_dict_in_a_thread(Loop):
 
     def stepped(self, step):
         super().stepped(step)
-        states = []
         opt, model = self.opt, self.model
-        thread = threading.Thread(
-            target=lambda: states.append(
-                [copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())]
-            )
+        self.see(
+            "states",
+            call_in_thread(
+                lambda: [copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())]
+            ),
         )
-        thread.start()
-        thread.join()
-        self.see("states", states)
 
 
 @habit()

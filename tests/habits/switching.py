@@ -6,8 +6,17 @@ from typing import Any
 
 from tests.habits.loop import Choice, Loop, habit
 
-#: The habits after which state differs by rank: dist_optimizer-reference.md, "Limits".
-LOCAL_STATE = ("forward_under_no_sync", "accumulate_at_times", "all_local", "step_in_hooks")
+#: The habits after which state differs by rank: dist_optimizer-reference.md, "Limits". Some step with
+#: local gradients on purpose, others because a missing gradient keeps the reduction from its end.
+LOCAL_STATE = (
+    "forward_under_no_sync",
+    "accumulate_at_times",
+    "all_local",
+    "step_in_hooks",
+    "unused_without_a_word",
+    "freeze_later",
+    "replace_a_parameter",
+)
 
 
 @habit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.habits.fuzz import choose_compatible, fuzz, make_cell, shrink
-from tests.habits.loop import Loop, combine, load_habits
+from tests.habits.loop import Loop, call_in_thread, combine, load_habits
 from tests.support.rarely import ALL_CASES
 
 
@@ -71,3 +71,8 @@ def test_a_choice_does_not_depend_on_the_other_habits():
         ]
 
     assert choices(cell.habits) == choices(["clip_norm"])
+
+
+def test_what_a_thread_raises_is_not_lost():
+    with pytest.raises(ZeroDivisionError):
+        call_in_thread(lambda: 1 / 0)

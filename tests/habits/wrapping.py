@@ -20,6 +20,13 @@ from tests.habits.loop import Choice, Loop, Net, habit, loss_of
 #: The habits that turn features off while a model is wrapped.
 REVERTS = ("revert", "revert_early", "revert_and_apply", "revert_and_wrap_again")
 
+#: The habits that a loop cannot have if a gradient is missing and not searched for: the reduction stays
+#: unfinished, and the next forward raises. Until then all gradients are local, but stock PyTorch has
+#: already divided those in views, and sparse ones, by the number of ranks (ddp-reference.md, "Options").
+#: A communication hook, join() and revert() give the model a new stock reducer, which does not know
+#: of the unfinished reduction and does not raise.
+UNFINISHED = ("views", "sparse_embedding", "sparse_adam", "late_comm_hook", "join", *REVERTS)
+
 
 def _argument(name: str, doc: str, argument: str, *values: Any) -> type[Loop]:
     """Add a habit that gives the wrapper an argument."""
@@ -122,9 +129,7 @@ class no_gradient(find_unused):
         ]
 
 
-# Stock PyTorch divides gradients in views, and sparse ones, before it reduces them. If parameters are missing, it never
-# reduces them, and the next forward raises: ddp-reference.md.
-@habit(without=("views", "sparse_embedding", "sparse_adam", "late_comm_hook", "join", *REVERTS))
+@habit(without=UNFINISHED)
 class unused_without_a_word(Loop):
     """A layer is never used, and the wrapper does not search for it."""
 

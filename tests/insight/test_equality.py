@@ -149,6 +149,21 @@ def test_twice_the_noise_run_is_allowed_and_not_more(reordered):
     assert only_row(base, base - 0.25).verdict is Verdict.DIFFERENT
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, lambda values: torch.tensor(values).to_sparse()])
+def test_units_in_the_last_place_are_noise_if_they_are_named(kind):
+    unit = 2.0**-14
+    stock, patched = kind([683.0, -INF, 1.0]), kind([683.0 + unit, -INF, 1.0])
+    assert only_row(stock, patched, stock).verdict is Verdict.DIFFERENT
+    ((row,), (far,)) = (
+        compare([stock], [other], reruns=[[stock]], noise_units=1).rows
+        for other in (patched, kind([683.0 + 4 * unit, -INF, 1.0]))
+    )
+    assert (row.verdict, far.verdict) == (Verdict.WITHIN_NOISE, Verdict.DIFFERENT)
+    for number in (7, True):
+        assert compare([number], [number + 1], noise_units=1).verdict is Verdict.DIFFERENT
+    assert compare([1e9], [1e9 + 1e-7], floor=0.0, noise_units=1).verdict is Verdict.WITHIN_NOISE
+
+
 def test_the_largest_noise_run_counts():
     base = torch.zeros(2)
     for reordered, *reruns in ((base + 1, base), (base, base, base + 1)):
@@ -318,6 +333,15 @@ def test_sparse_that_is_not_coalesced():
     once = torch.sparse_coo_tensor([[1]], [3.0], (3,))
     assert only_row(twice, once).verdict is Verdict.BITWISE
     assert only_row(twice, once * 2).verdict is Verdict.DIFFERENT
+
+
+def test_sparse_of_inference_mode():
+    with torch.inference_mode():
+        value = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,))
+    # A copy that is made outside of the mode still has parts of the mode.
+    for copied in (value, value.clone()):
+        assert only_row(value, copied).verdict is Verdict.BITWISE
+        assert only_row(copied * 2, value).verdict is Verdict.DIFFERENT
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Values are bitwise equal only with the same name, dtype, shape and layout.
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,7 @@ def compare(
     reordered: Any = None,
     reruns: Sequence[Any] = (),
     floor: float = FLOOR,
+    noise_units: int = 0,
 ) -> Comparison:
     """Compare a patched run with a stock run.
 
@@ -216,6 +218,8 @@ def compare(
             They measure the noise. Without them only differences up to 1e-6 are noise.
         reruns: The results of further stock runs, for scripts that are not deterministic.
         floor: Absolute difference that is always allowed.
+        noise_units: Units in the last place of the largest element of a value that are noise, also if no rerun shows
+            them. A few reruns may miss a unit, which exceeds the floor if the value is large. Default: 0.
 
     Raises:
         TypeError: If a value cannot be compared (DTensor, meta device, unknown type).
@@ -223,7 +227,10 @@ def compare(
     """
     expected, actual = flatten(stock), flatten(patched)
     noise_runs = [flatten(run) for run in (reordered, *reruns) if run is not None]
-    rows = [_make_row(name, leaf, actual, noise_runs, floor) for name, leaf in expected.items()]
+    rows = [
+        _make_row(name, leaf, actual, noise_runs, floor, noise_units)
+        for name, leaf in expected.items()
+    ]
     rows += [
         make_different(name, "extra: stock has no such value")
         for name in actual
@@ -238,6 +245,7 @@ def _make_row(
     patched: Mapping[str, Leaf],
     noise_runs: Sequence[Mapping[str, Leaf]],
     floor: float,
+    noise_units: int,
 ) -> Row:
     if name not in patched:
         return make_different(name, "missing in the patched run")
@@ -254,12 +262,31 @@ def _make_row(
     repeated = [
         run[name] for run in noise_runs if name in run and not describe_mismatch(stock, run[name])
     ]
-    return judge_difference(
-        name, found, [_measure(stock, value).max_abs for value in repeated], floor
-    )
+    noise = [_measure(stock, value).max_abs for value in repeated]
+    if noise_units:
+        noise.append(noise_units * _last_unit(stock))
+    return judge_difference(name, found, noise, floor)
+
+
+def _last_unit(leaf: Leaf) -> float:
+    """Return a unit in the last place of the largest element; 0.0 for integers and bools."""
+    if not isinstance(leaf, torch.Tensor):
+        return math.ulp(abs(leaf)) if isinstance(leaf, (float, complex)) else 0.0
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        return 0.0
+    # As in `_measure`, for sparse tensors.
+    with torch.inference_mode():
+        values = leaf.to_dense()
+        return (
+            measure_difference(values, torch.zeros_like(values)).max_abs
+            * torch.finfo(leaf.dtype).eps
+        )
 
 
 def _measure(a: Leaf, b: Leaf) -> Difference:
     """Compare numbers or tensors; a stored zero of a sparse tensor equals an omitted one."""
-    sparse = isinstance(a, torch.Tensor) and a.layout is not torch.strided
-    return measure_difference(*(_sparse_values(a, b) if sparse else (a, b)))
+    if not isinstance(a, torch.Tensor) or a.layout is torch.strided:
+        return measure_difference(a, b)
+    # Torch coalesces sparse tensors of a script's inference mode only in that mode.
+    with torch.inference_mode():
+        return measure_difference(*_sparse_values(a, b))

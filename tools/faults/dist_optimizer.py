@@ -253,6 +253,13 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_local_afterwards.py",),
     ),
     Fault(
+        "a parameter that is frozen when its wrapper is freed is not watched",
+        _SHARDING + "sharded_grads.py",
+        "            if param is not None:\n",
+        "            if param is not None and param.requires_grad:\n",
+        (_SHARDING_TESTS + "test_local_afterwards.py",),
+    ),
+    Fault(
         "a gradient that the script keeps is lost in the next backward",
         _SHARDING + "sharded_grads.py",
         "if self._is_own(grad) and grad is not self.params[index].grad",

@@ -715,19 +715,32 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
         return
     for index in range(len(model.params)):
         param = model.params.find(index)
-        if param is None or not param.requires_grad:
-            continue
         # The class of a pending parameter would wait for its gather.
         with torch._C.DisableTorchFunctionSubclass():
-            # Otherwise another wrapper reduces the gradients of this parameter.
-            if find(param) == (model, index):
-                hook = _LocalGradHook(reference)
-                param_record(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
-            # The reducer's hooks were freed with it. They would have materialized this gradient
-            # before the engine adds to it.
-            if model.is_lazy(index):
-                before = _BeforeLocalGradHook(reference, index)
-                before.handle = param.register_hook(before)
+            if param is not None:
+                _watch_param(param, model, index)
+
+
+def _watch_param(param: Tensor, model: ShardedGrads, index: int) -> None:
+    # The script may have quantized a frozen parameter, which then cannot have gradients.
+    if not (param.is_floating_point() or param.is_complex()):
+        return
+    is_trained = param.requires_grad
+    # A parameter that is frozen now gets local gradients once the script thaws it. Torch refuses
+    # hooks on frozen parameters.
+    param.requires_grad_()
+    try:
+        # Otherwise another wrapper reduces the gradients of this parameter.
+        if find(param) == (model, index):
+            hook = _LocalGradHook(weakref.ref(model))
+            param_record(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
+        # The reducer's hooks were freed with it. They would have materialized this gradient before
+        # the engine adds to it.
+        if model.is_lazy(index):
+            before = _BeforeLocalGradHook(weakref.ref(model), index)
+            before.handle = param.register_hook(before)
+    finally:
+        param.requires_grad_(is_trained)
 
 
 class _LocalGradHook:

@@ -55,6 +55,71 @@ def test_without_the_wrapper_each_rank_continues_alone(ranks, world, set_to_none
         assert not torch.equal(first, second), "each rank trains with its own data"
 
 
+def thawed_after_another_wrap() -> list[Any]:
+    """Wrap the module again while a parameter is frozen, and thaw it: its gradients are local then."""
+    module = net()
+    model: nn.Module | None = ddp(module)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    weight = next(module.parameters())
+    records = []
+    for step in range(7):
+        opt.zero_grad()
+        if step == 3:
+            weight.requires_grad_(False)
+            model = None
+            gc.collect()
+            model = ddp(module)
+        weight.requires_grad_(step not in (3, 4))
+        assert model is not None
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(module))
+    return records
+
+
+def test_a_parameter_that_was_frozen_while_the_wrapper_was_freed_gets_local_gradients(ranks):
+    results = ranks(2)(both, thawed_after_another_wrap)
+    check_near(results, 5)
+    first, second = (result["patched"][5]["0.weight"] for result in results)
+    assert not torch.equal(first, second), "the second wrapper does not reduce it"
+
+
+class _Quantized(nn.Module):
+    """A linear layer after a matrix that the script may quantize, which then takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(5))
+        self.linear = nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ self.matrix if self.matrix.is_floating_point() else x)
+
+
+def quantized_before_the_wrapper_is_freed() -> list[Any]:
+    """Quantize a parameter, drop the wrapper, and train the remaining parameters on each rank alone."""
+    torch.manual_seed(1)
+    module = _Quantized()
+    model: nn.Module | None = ddp(module)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    records = []
+    for step in range(5):
+        opt.zero_grad()
+        if step == 3:
+            module.matrix.requires_grad_(False)
+            module.matrix.data = module.matrix.data.to(torch.int8)
+            model = None
+            gc.collect()
+        (model or module)(data(step, 5, 5)).square().mean().backward()
+        opt.step()
+        records.append(params(module))
+    return records
+
+
+def test_a_parameter_that_cannot_have_gradients_hides_no_local_ones(ranks):
+    check_near(ranks(2)(both, quantized_before_the_wrapper_is_freed), 3)
+
+
 def local_on_one(who: int, when: int, how: str) -> list[Any]:
     """Add local gradients to the averaged gradients on one rank; then all ranks unscale, clip and step."""
     module = net()
