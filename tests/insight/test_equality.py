@@ -155,8 +155,8 @@ def test_units_in_the_last_place_are_noise_if_they_are_named(kind):
     stock, patched = kind([683.0, -INF, 1.0]), kind([683.0 + unit, -INF, 1.0])
     assert only_row(stock, patched, stock).verdict is Verdict.DIFFERENT
     ((row,), (far,)) = (
-        compare([stock], [other], reruns=[[stock]], noise_units=1).rows
-        for other in (patched, kind([683.0 + 4 * unit, -INF, 1.0]))
+        compare([stock], [moved], reruns=[[stock]], noise_units=1).rows
+        for moved in (patched, kind([683.0 + 4 * unit, -INF, 1.0]))
     )
     assert (row.verdict, far.verdict) == (Verdict.WITHIN_NOISE, Verdict.DIFFERENT)
     for number in (7, True):
