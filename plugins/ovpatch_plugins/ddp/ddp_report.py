@@ -82,21 +82,31 @@ def _describe(missing: Mapping[int, str], rank: int) -> str:
     return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
 
 
-def say_static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
-    """Return the error that parameters of a static graph got fewer gradients than at first.
+def say_static_graph_lacks(missing: Mapping[int, str], rank: int, *, is_first: bool) -> str:
+    """Return the error that parameters of a static graph got too few gradients.
 
     Args:
         missing: The names of these parameters, by index.
         rank: This rank.
+        is_first: Whether this is the first backward, which ends where it passes an output.
     """
+    cause = (
+        f"the first backward has passed no output of the model; {_REMEDY_FIRST_STATIC}"
+        if is_first
+        else f"these parameters got fewer gradients than in the first backward: "
+        f"{_join(list(missing.values()))}; {_REMEDY_STATIC}"
+    )
     return (
         f"{_ERROR_UNFINISHED}This error indicates that your training graph has changed in this "
         "iteration, e.g., one parameter is used in first iteration, but then got unused in the "
         "second iteration. this is not compatible with static_graph set to "
-        f"True.{_describe(missing, rank)}\novpatch: these parameters got fewer gradients than in "
-        f"the first backward: {_join(list(missing.values()))}; {_REMEDY_STATIC}"
+        f"True.{_describe(missing, rank)}\novpatch: {cause}"
     )
 
+
+_REMEDY_FIRST_STATIC: Final = (
+    "compute the first loss from the output of the wrapped model, or leave static_graph=True out."
+)
 
 _REMEDY_STATIC: Final = (
     "have every forward and loss use the same parameters as the first ones did, or leave "

@@ -211,7 +211,7 @@ class WrapperCalls(ReducerOwner):
     def describe_missing(self, missing: Mapping[int, str], facts: PlanFacts, rank: int) -> str:
         """Return stock PyTorch's error, with the names and a remedy."""
         if facts.is_static:
-            return report.say_static_graph_lacks(missing, rank)
+            return report.say_static_graph_lacks(missing, rank, is_first=not facts.has_learned)
         return report.say_unfinished(missing, rank, searched=facts.finds_unused)
 
     def after_backward(self, sync: GradSync, *, has_failed: bool) -> None:

@@ -257,6 +257,29 @@ def test_errors_have_the_text_of_stock_pytorch_and_the_remedy_and_reach_the_logg
         assert patched["has_error"] == stock["has_error"]
 
 
+def first_loss_of_parameters() -> str:
+    """Return the error of the forward after a first loss that has no output of the model."""
+    wrapped = DDP(Fork(), static_graph=True)
+    wrapped(data(0, 2, 4), True)
+    loss_of_parameters(wrapped).backward()
+    try:
+        wrapped(data(1, 2, 4), True)
+    except RuntimeError as raised:
+        return str(raised)
+    return ""
+
+
+def loss_of_parameters(model: nn.Module) -> torch.Tensor:
+    return torch.stack([param.square().sum() for param in model.parameters()]).sum()
+
+
+def test_a_static_graph_whose_first_loss_has_no_output_is_an_error_that_says_so(ranks):
+    for stock, patched in ranks(2)(stock_and_patched, first_loss_of_parameters):
+        assert not stock, "stock PyTorch leaves the gradients local, see ddp-reference.md"
+        assert "\novpatch: the first backward has passed no output of the model;" in patched
+        assert patched.endswith("leave static_graph=True out.")
+
+
 SAMPLED = {
     "iteration",
     "prev_iteration_grad_ready_order_indices",
