@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import ovpatch
 from ovpatch.insight.equality import FLOOR, Verdict
@@ -187,6 +188,8 @@ def _record(cell: Cell, cls: type[Loop], package: Any, *, noise_run: int = 0) ->
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

@@ -281,8 +281,13 @@ class one_wrapper_for_each_layer(Loop):
         self.loss = loss_of(self.net(self.batch(step)))
 
 
-# A norm of gradients that differ by rank clips differently: dist_optimizer-reference.md, "Limits".
-@habit(without=("clip_norm", "clip_one_by_one", "swap_gradients", "same_gradient_for_two"))
+#: The habits that a loop cannot have if the gradient of one parameter is local: they make the updates of other
+#: parameters depend on it, by a norm, by LBFGS' products of all gradients, or by moving it. Then parameters differ by
+#: rank, which the optimizer does not find: dist_optimizer-reference.md, "Limits".
+MIXES = ("clip_norm", "clip_one_by_one", "swap_gradients", "same_gradient_for_two", "lbfgs")
+
+
+@habit(without=MIXES)
 class ignored(Loop):
     """The wrapper ignores a parameter that the optimizer trains."""
 
@@ -292,7 +297,7 @@ class ignored(Loop):
         DDP._set_params_and_buffers_to_ignore_for_model(self.net, [first])
 
 
-@habit(without=("clip_norm", "clip_one_by_one", "swap_gradients", "same_gradient_for_two"))
+@habit(without=MIXES)
 class outside(Loop):
     """The optimizer trains parameters that no wrapper has."""
 
