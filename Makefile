@@ -89,6 +89,7 @@ figures: $(READY)
 fuzz: $(READY)
 	@$(BIN)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)
 	@$(BIN)/python -m tools.fuzz_pipelines --seconds $(FUZZ_SECONDS)
+	@$(BIN)/python -m tools.fuzz_tensor_parallel --seconds $(FUZZ_SECONDS)
 
 faults: $(READY)
 	@$(BIN)/python tools/plant_faults.py

@@ -282,7 +282,7 @@ class one_wrapper_for_each_layer(Loop):
 
 
 #: The habits that a loop cannot have if the gradient of one parameter is local: they make the updates of other
-#: parameters depend on it, by a norm, by LBFGS' products of all gradients, or by moving it. Then parameters differ by
+#: parameters depend on it, by a norm, by the dot products of LBFGS, or by moving it. Then parameters differ by
 #: rank, which the optimizer does not find: dist_optimizer-reference.md, "Limits".
 MIXES = ("clip_norm", "clip_one_by_one", "swap_gradients", "same_gradient_for_two", "lbfgs")
 
