@@ -48,6 +48,7 @@ HABITS: Final = (
     "keeps the graph",
     "hooks on linears",
     "hooks on weights",
+    "writes weights in the forward",
     "drops a branch at times",
     "another length",
     "one sequence",
@@ -146,6 +147,8 @@ class Inner(nn.Module):
     def __init__(self, kind: str, has_bias: bool) -> None:
         super().__init__()
         self.kind = kind
+        # Whether the forward writes to a weight between the calls of two linears.
+        self.writes_weights = False
         names = {"mlp": ("a",), "attention": ("a", "b", "c")}.get(kind, ("a", "b"))
         self.readers = nn.ModuleDict(
             {name: nn.Linear(_WIDTH, 2 * _WIDTH, bias=has_bias) for name in names}
@@ -158,6 +161,9 @@ class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
         a: Tensor = self.a(x)
+        if self.writes_weights and self.kind not in ("mlp", "tied"):
+            with torch.no_grad():
+                self.b.weight.mul_(1.01)
         if self.kind == "mlp":
             y = F.gelu(a)
         elif self.kind == "attention":
@@ -257,6 +263,8 @@ class _Loop:
         # The tensors that hooks have seen in this step.
         self._seen: list[Tensor] = []
         inners = [branch.inner for branch in model.branches if isinstance(branch, Branch)]
+        for inner in inners:
+            inner.writes_weights = "writes weights in the forward" in self._habits
         params = list(model.parameters())
         if "freezes" in self._habits:
             params[1].requires_grad_(False)

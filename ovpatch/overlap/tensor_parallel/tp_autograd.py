@@ -216,10 +216,9 @@ class GatheredLinears(torch.autograd.Function):
         has_output_grad = False
         for grad in grads[: call.weight_count]:
             has_output_grad = has_output_grad or grad is not None
-        # If both kinds of gradients meet, each rank's term gets its share of the gradient that all ranks have.
-        if full_grad is not None and (has_output_grad or term is not None):
-            share = full_grad / call.ranks.world
-            full_grad, term = None, share if term is None else term + share
+        # The output gradients make a term of a sum over the ranks, which gets its share of the gradient of all ranks.
+        if full_grad is not None and has_output_grad:
+            full_grad, term = None, full_grad / call.ranks.world
         wants = _wants_input(ctx)
         dtype = ctx.dtype if wants else None
         # Peers with a gradient of an output gather the input again, so this rank joins them even without one.
@@ -421,9 +420,9 @@ def _read_gathered_grad(
     """Return the gathered input's gradient as rows, from readers that were not computed with the gather.
 
     Returns:
-        The gradient that is the same on all ranks, or None, and this rank's term of a sum over the ranks, or None. An
-        operation on the DTensor leaves the former; another linear leaves the latter. If both meet, the caller adds a
-        share of the former to each rank's term, as stock PyTorch does.
+        The gradient that is the same on all ranks, or None, and this rank's term of a sum over the ranks, or None, not
+        both. An operation on the DTensor leaves the former; another linear leaves the latter. Where both are readers,
+        DTensor has added a share of the former to each rank's term.
     """
     if grad is None:
         return None, None
