@@ -306,7 +306,9 @@ def gather_states(gpu: GpuState, steps: int) -> list[dict[str, float]]:
     """Return the medians of each rank's GPU and its joules of a step; empty without GPUs."""
     states: list[Any] = [None] * dist.get_world_size()
     own = gpu.medians()
-    dist.all_gather_object(states, own and own | {"joules": round(gpu.joules / steps, 1)})
+    if own and gpu.joules is not None:
+        own["joules"] = round(gpu.joules / steps, 1)
+    dist.all_gather_object(states, own)
     return [state for state in states if state]
 
 

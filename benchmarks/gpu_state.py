@@ -27,8 +27,8 @@ class GpuState:
         self._device = device
         # MHz of the multiprocessors and watts.
         self._samples: list[tuple[float, float]] = []
-        # The joules that the GPU took in the watched runs.
-        self.joules = 0.0
+        # The joules that the GPU took in the watched runs; None if they are not known.
+        self.joules: float | None = 0.0
         # The reason why there are no samples, or "".
         self.problem = "" if device.type == "cuda" else "no GPU"
 
@@ -45,7 +45,11 @@ class GpuState:
         finally:
             ended.set()
             thread.join()
-            self.joules += self._read_joules() - before
+            after = self._read_joules()
+            if self.joules is None or before is None or after is None:
+                self.joules = None
+            else:
+                self.joules += after - before
 
     def medians(self) -> dict[str, float]:
         """Return the medians of the clock and the power; empty without samples."""
@@ -58,16 +62,18 @@ class GpuState:
             "samples": len(clocks),
         }
 
-    def _read_joules(self) -> float:
-        """Return the joules since the driver was loaded; 0 if they are not known."""
+    def _read_joules(self) -> float | None:
+        """Return the joules since the driver was loaded; None if the GPU does not count them."""
         try:
             nvml = importlib.import_module("pynvml")
             # torch has made NVML ready, and knows which of its GPUs this one is.
             handle = torch.cuda._get_pynvml_handler(self._device)
-            return nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-        except (ModuleNotFoundError, RuntimeError) as error:
-            self.problem = f"{type(error).__name__}: {error}"
-            return 0.0
+        except (ModuleNotFoundError, RuntimeError):
+            return None
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except nvml.NVMLError:
+            return None
 
     def _sample_until(self, ended: threading.Event) -> None:
         while not ended.wait(_INTERVAL_S):

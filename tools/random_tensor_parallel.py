@@ -144,18 +144,18 @@ class Branch(nn.Module):
 class Inner(nn.Module):
     """The linears of a branch."""
 
+    a: nn.Linear
+    b: nn.Linear
+    c: nn.Linear
+
     def __init__(self, kind: str, has_bias: bool) -> None:
         super().__init__()
         self.kind = kind
         # Whether the forward writes to a weight between the calls of two linears.
         self.writes_weights = False
         names = {"mlp": ("a",), "attention": ("a", "b", "c")}.get(kind, ("a", "b"))
-        self.readers = nn.ModuleDict(
-            {name: nn.Linear(_WIDTH, 2 * _WIDTH, bias=has_bias) for name in names}
-        )
-        for name, linear in self.readers.items():
-            self.add_module(name, linear)
-        del self.readers
+        for name in names:
+            self.add_module(name, nn.Linear(_WIDTH, 2 * _WIDTH, bias=has_bias))
         self.out = nn.Linear(2 * _WIDTH, _WIDTH, bias=has_bias)
 
     def forward(self, x: Tensor) -> Tensor:

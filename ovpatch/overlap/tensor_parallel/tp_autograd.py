@@ -218,7 +218,8 @@ class GatheredLinears(torch.autograd.Function):
             has_output_grad = has_output_grad or grad is not None
         # The output gradients make a term of a sum over the ranks, which gets its share of the gradient of all ranks.
         if full_grad is not None and has_output_grad:
-            full_grad, term = None, full_grad / call.ranks.world
+            term = full_grad / call.ranks.world
+            full_grad = None
         wants = _wants_input(ctx)
         dtype = ctx.dtype if wants else None
         # Peers with a gradient of an output gather the input again, so this rank joins them even without one.

@@ -105,7 +105,8 @@ def say_static_graph_lacks(missing: Mapping[int, str], rank: int, *, is_first: b
 
 
 _REMEDY_FIRST_STATIC: Final = (
-    "compute the first loss from the output of the wrapped model, or leave static_graph=True out."
+    "compute the first loss from the output of the wrapped model, which must be tensors, lists, "
+    "tuples or dicts, because other classes hide tensors; or leave static_graph=True out."
 )
 
 _REMEDY_STATIC: Final = (

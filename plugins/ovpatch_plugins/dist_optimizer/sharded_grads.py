@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -722,25 +722,28 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
 
 
 def _watch_param(param: Tensor, model: ShardedGrads, index: int) -> None:
-    # The script may have quantized a frozen parameter, which then cannot have gradients.
-    if not (param.is_floating_point() or param.is_complex()):
-        return
-    is_trained = param.requires_grad
-    # A parameter that is frozen now gets local gradients once the script thaws it. Torch refuses
-    # hooks on frozen parameters.
-    param.requires_grad_()
-    try:
-        # Otherwise another wrapper reduces the gradients of this parameter.
-        if find(param) == (model, index):
-            hook = _LocalGradHook(weakref.ref(model))
-            param_record(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
-        # The reducer's hooks were freed with it. They would have materialized this gradient before
-        # the engine adds to it.
-        if model.is_lazy(index):
-            before = _BeforeLocalGradHook(weakref.ref(model), index)
-            before.handle = param.register_hook(before)
-    finally:
-        param.requires_grad_(is_trained)
+    # Otherwise another wrapper reduces the gradients of this parameter.
+    if find(param) == (model, index):
+        hook = _LocalGradHook(weakref.ref(model))
+        param_record(param).local_grad_hook = _add_hook(param, "_post_accumulate_grad_hooks", hook)
+    # The reducer's hooks were freed with it. They would have materialized this gradient before the
+    # engine adds to it.
+    if model.is_lazy(index):
+        before = _BeforeLocalGradHook(weakref.ref(model), index)
+        before.handle = _add_hook(param, "_backward_hooks", before)
+
+
+def _add_hook(param: Tensor, table: str, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Add a hook as torch's methods do, which refuse a parameter that is frozen or quantized now.
+
+    The script may thaw it later. This runs wherever the wrapper is freed, also inside ``torch.func``.
+    """
+    if getattr(param, table) is None:
+        setattr(param, table, OrderedDict())
+    hooks = getattr(param, table)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 class _LocalGradHook:

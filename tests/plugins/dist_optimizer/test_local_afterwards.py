@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer.checks import both, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, both, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support.rarely import ALL_CASES
 
@@ -96,8 +98,20 @@ class _Quantized(nn.Module):
         return self.linear(x @ self.matrix if self.matrix.is_floating_point() else x)
 
 
-def quantized_before_the_wrapper_is_freed() -> list[Any]:
-    """Quantize a parameter, drop the wrapper, and train the remaining parameters on each rank alone."""
+def change_frozen(matrix: nn.Parameter, how: str) -> None:
+    """Make of a frozen parameter one that torch's methods refuse hooks for."""
+    matrix.requires_grad_(False)
+    if how == "quantized":
+        matrix.data = matrix.data.to(torch.int8)
+    elif how == "of inference mode":
+        with torch.inference_mode():
+            matrix.data = matrix.data.clone()
+    else:
+        matrix.copy_(nn.Parameter(2 * torch.eye(5)))
+
+
+def changed_before_the_wrapper_is_freed(how: str) -> list[Any]:
+    """Change a frozen parameter, drop the wrapper, and train the remaining parameters on each rank alone."""
     torch.manual_seed(1)
     module = _Quantized()
     model: nn.Module | None = ddp(module)
@@ -106,18 +120,80 @@ def quantized_before_the_wrapper_is_freed() -> list[Any]:
     for step in range(5):
         opt.zero_grad()
         if step == 3:
-            module.matrix.requires_grad_(False)
-            module.matrix.data = module.matrix.data.to(torch.int8)
+            change_frozen(module.matrix, how)
             model = None
             gc.collect()
+            module.matrix.detach_()
         (model or module)(data(step, 5, 5)).square().mean().backward()
         opt.step()
         records.append(params(module))
     return records
 
 
+def check_cases_near(results: list[dict[str, dict[str, Any]]], steps: int) -> None:
+    for name in results[0]:
+        check_near([result[name] for result in results], steps)
+
+
 def test_a_parameter_that_cannot_have_gradients_hides_no_local_ones(ranks):
-    check_near(ranks(2)(both, quantized_before_the_wrapper_is_freed), 3)
+    cases = {how: {"how": how} for how in ("quantized", "of inference mode", "not a leaf")}
+    check_cases_near(ranks(2)(all_cases, changed_before_the_wrapper_is_freed, cases), 3)
+
+
+def free_inside(place: str, free: Callable[[], object]) -> None:
+    """Call a function where a wrapper may be freed, as by the collector of garbage."""
+    if place == "grad":
+        torch.func.grad(lambda x: (free(), x.sum())[1])(torch.ones(2))
+    elif place == "vmap":
+        torch.vmap(lambda x: (free(), x)[1])(torch.ones(2, 2))
+    elif place == "a backward":
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda _: free())
+        x.sum().backward()
+    elif place == "a thread":
+        thread = threading.Thread(target=free)
+        thread.start()
+        thread.join()
+    else:
+        with torch.inference_mode() if place == "inference mode" else torch.no_grad():
+            free()
+
+
+def freed(place: str, is_frozen: bool) -> list[Any]:
+    """Free the wrapper somewhere, maybe while a parameter is frozen, and continue alone."""
+    module = net()
+    models = [ddp(module)]
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    weight = next(module.parameters())
+    records = []
+
+    def free() -> None:
+        models.clear()
+        gc.collect()
+
+    for step in range(6):
+        opt.zero_grad()
+        if step == 3:
+            weight.requires_grad_(not is_frozen)
+            free_inside(place, free)
+            assert weight.requires_grad is not is_frozen
+            weight.requires_grad_(True)
+        (models[0] if models else module)(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(module))
+    return records
+
+
+PLACES = ("grad", "vmap", "a backward", "a thread", "inference mode", "no_grad")
+
+
+def test_a_wrapper_may_be_freed_anywhere(ranks):
+    cases = {
+        f"{place}, {is_frozen}": {"place": place, "is_frozen": is_frozen}
+        for i, place in enumerate(PLACES)
+        for is_frozen in ((True, False) if ALL_CASES or i < 2 else (True,))
+    }
+    check_cases_near(ranks(2)(all_cases, freed, cases), 3)
 
 
 def local_on_one(who: int, when: int, how: str) -> list[Any]:
