@@ -159,6 +159,10 @@ def test_units_in_the_last_place_are_noise_if_they_are_named(kind):
         for moved in (patched, kind([683.0 + 4 * unit, -INF, 1.0]))
     )
     assert (row.verdict, far.verdict) == (Verdict.WITHIN_NOISE, Verdict.DIFFERENT)
+    assert (
+        compare([kind([1000.0, 1.0]).half()], [kind([1000.0, 1.5]).half()], noise_units=1).verdict
+        is Verdict.DIFFERENT
+    )
     for number in (7, True):
         assert compare([number], [number + 1], noise_units=1).verdict is Verdict.DIFFERENT
     assert compare([1e9], [1e9 + 1e-7], floor=0.0, noise_units=1).verdict is Verdict.WITHIN_NOISE

@@ -269,18 +269,20 @@ def _make_row(
 
 
 def _last_unit(leaf: Leaf) -> float:
-    """Return a unit in the last place of the largest element; 0.0 for integers and bools."""
+    """Return a unit in the last place of the largest element; 0.0 unless it has single or double precision.
+
+    In low precision, a unit of the largest element would be a large part of the other elements.
+    """
     if not isinstance(leaf, torch.Tensor):
         return math.ulp(abs(leaf)) if isinstance(leaf, (float, complex)) else 0.0
-    if not (leaf.is_floating_point() or leaf.is_complex()):
+    if leaf.dtype not in (torch.float32, torch.float64):
         return 0.0
     # As in `_measure`, for sparse tensors.
     with torch.inference_mode():
         values = leaf.to_dense()
-        return (
-            measure_difference(values, torch.zeros_like(values)).max_abs
-            * torch.finfo(leaf.dtype).eps
-        )
+        largest = measure_difference(values, torch.zeros_like(values)).max_abs
+    # The mantissa of frexp is below 1, so its exponent is one more than that of the unit.
+    return math.ldexp(torch.finfo(leaf.dtype).eps, math.frexp(largest)[1] - 1) if largest else 0.0
 
 
 def _measure(a: Leaf, b: Leaf) -> Difference:
