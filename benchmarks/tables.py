@@ -469,11 +469,8 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
     joules = _mean_of_gpus(result, "joules")
     for arm, row in arms.items():
         ms = row["median_ms"]
-        cycles = [
-            arms[name]["median_ms"] * clocks[name]
-            for name in (arm, "limit")
-            if name in arms and name in clocks
-        ]
+        measured = [a for a in (arm, "limit") if a in arms and a in clocks]
+        cycles = [arms[a]["median_ms"] * clocks[a] for a in measured]
         tflops = settings["flops"] / ms / 1e9
         mfu = f"{tflops / settings['peak_tflops']:.1%}" if settings["peak_tflops"] else ""
         ratios = [

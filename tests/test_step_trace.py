@@ -351,8 +351,8 @@ ROOMS = {
     "ovpatch/overlap/data_parallel": 1479,
     "ovpatch/overlap/tensors": 562,
     "ovpatch/overlap/peer_rpc": 948,
-    "plugins/ovpatch_plugins/ddp": 693,
-    "plugins/ovpatch_plugins/dist_optimizer": 3634,
+    "plugins/ovpatch_plugins/ddp": 695,
+    "plugins/ovpatch_plugins/dist_optimizer": 3636,
 }
 
 
