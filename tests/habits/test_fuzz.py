@@ -6,6 +6,7 @@ import pytest
 
 from tests.habits.fuzz import choose_compatible, fuzz, make_cell, shrink
 from tests.habits.loop import Loop, call_in_thread, combine, load_habits
+from tests.habits.matrix import Cell, run_cells
 from tests.support.rarely import ALL_CASES
 
 
@@ -14,6 +15,19 @@ def test_random_cells_are_as_in_stock_pytorch(ranks):
     assert not found.failures, "\n\n".join(found.failures)
     assert found.tallies["all"].reduced > 3
     assert found.tallies["all"].sharded > 2
+
+
+#: Cells that differed before a defect was mended.
+FOUND = (
+    "wrap_after_deletion+freeze_for_a_while/ddp+dist_optimizer/w2/101533",
+    "sparse_embedding+embedding+same_gradient_for_two/ddp+dist_optimizer/w2/993296",
+)
+
+
+def test_cells_that_random_runs_found_are_as_in_stock_pytorch(ranks):
+    outcomes = run_cells(ranks, [Cell.parse(text) for text in FOUND])
+    assert [outcome.difference for outcome in outcomes] == ["", ""]
+    assert all(outcome.counters["steps"] for outcome in outcomes)
 
 
 def test_a_failing_cell_gets_smaller():

@@ -473,6 +473,9 @@ class ShardedGrads(GradSharder, GradSource):
     def in_param_layout(self, index: int, grad: Tensor) -> Tensor:
         """Return a full gradient whose elements are in memory in the order of the parameter's."""
         param = self.params[index]
+        if grad.is_sparse:
+            # The script has given a dense parameter the gradient of a sparse one.
+            grad = grad.to_dense()
         return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
     def check_layout(self, index: int) -> None:
