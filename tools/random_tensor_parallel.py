@@ -264,7 +264,11 @@ class _Loop:
         self._seen: list[Tensor] = []
         inners = [branch.inner for branch in model.branches if isinstance(branch, Branch)]
         for inner in inners:
-            inner.writes_weights = "writes weights in the forward" in self._habits
+            # A checkpoint repeats the write in the backward. There it is an error, where stock PyTorch computes from
+            # the written weight: tp_linear-reference.md, "Differences".
+            inner.writes_weights = (
+                "writes weights in the forward" in self._habits and not made.checkpoints
+            )
         params = list(model.parameters())
         if "freezes" in self._habits:
             params[1].requires_grad_(False)
