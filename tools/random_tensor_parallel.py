@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -206,12 +204,11 @@ def build(made: RandomModel, meshes: DeviceMesh) -> Model:
     """Return the model of a seed, sharded over the dimension ``tp`` of a mesh."""
     torch.manual_seed(made.seed)
     model = Model(made).to(torch.float32 if made.uses_autocast else torch.float64)
-    for branch in model.branches:
-        if "tied" in made.branches and isinstance(branch, Branch) and branch.inner.kind == "tied":
-            branch.inner.b.weight = branch.inner.a.weight
     between = _SEQUENCE if made.is_sequence_parallel else Replicate()
     for branch in model.branches:
         assert isinstance(branch, Branch)
+        if branch.inner.kind == "tied":
+            branch.inner.b.weight = branch.inner.a.weight
         names = [name for name, _ in branch.inner.named_children() if name != "out"]
         reader = (
             ColwiseParallel()
@@ -358,13 +355,6 @@ class _Loop:
 # --- stock and patched ---
 
 
-@contextlib.contextmanager
-def _applied(made: RandomModel) -> Iterator[None]:
-    features = ("tp_linear", "ddp") if made.replicas > 1 else ("tp_linear",)
-    with ovpatch.applied(*features, options={"tp_linear": made.options}):
-        yield
-
-
 def run_stock(seed: int) -> None:
     """Train the model of a seed on this rank, stock."""
     train(make_model(seed))
@@ -375,7 +365,8 @@ def run_both(seed: int) -> tuple[str, dict[str, int]]:
     made = make_model(seed)
     stock = train(made)
     dist.barrier()
-    with _applied(made):
+    features = ("tp_linear", "ddp") if made.replicas > 1 else ("tp_linear",)
+    with ovpatch.applied(*features, options={"tp_linear": made.options}):
         before = counters()
         patched = train(made)
         counted = {name: count - before[name] for name, count in counters().items()}

@@ -255,8 +255,8 @@ FAULTS: Final = (
     Fault(
         "a parameter that is frozen when its wrapper is freed is not watched",
         _SHARDING + "sharded_grads.py",
-        "            if param is not None:\n",
-        "            if param is not None and param.requires_grad:\n",
+        "        if param is None:\n            continue\n        # The class of a pending",
+        "        if param is None or not param.requires_grad:\n            continue\n        # The class of a pending",
         (_SHARDING_TESTS + "test_local_afterwards.py",),
     ),
     Fault(

@@ -718,22 +718,20 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
         return
     for index in range(len(model.params)):
         param = model.params.find(index)
+        if param is None:
+            continue
         # The class of a pending parameter would wait for its gather.
         with torch._C.DisableTorchFunctionSubclass():
-            if param is not None:
-                _watch_param(param, model, index)
-
-
-def _watch_param(param: Tensor, model: ShardedGrads, index: int) -> None:
-    # Otherwise another wrapper reduces the gradients of this parameter.
-    if find(param) == (model, index):
-        hook = _LocalGradHook(weakref.ref(model))
-        param_record(param).local_grad_hook = _add_hook(param, "_post_accumulate_grad_hooks", hook)
-    # The reducer's hooks were freed with it. They would have materialized this gradient before the
-    # engine adds to it.
-    if model.is_lazy(index):
-        before = _BeforeLocalGradHook(weakref.ref(model), index)
-        before.handle = _add_hook(param, "_backward_hooks", before)
+            # Otherwise another wrapper reduces the gradients of this parameter.
+            if find(param) == (model, index):
+                hook = _LocalGradHook(reference)
+                handle = _add_hook(param, "_post_accumulate_grad_hooks", hook)
+                param_record(param).local_grad_hook = handle
+            # The reducer's hooks were freed with it. They would have materialized this gradient
+            # before the engine adds to it.
+            if model.is_lazy(index):
+                before = _BeforeLocalGradHook(reference, index)
+                before.handle = _add_hook(param, "_backward_hooks", before)
 
 
 def _add_hook(param: Tensor, table: str, hook: Callable[[Tensor], None]) -> RemovableHandle:
