@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 #: Leaves, and a function that returns a gradient for each.
 DeferredGrads: TypeAlias = "tuple[Sequence[Tensor], Callable[[], Sequence[Tensor | None]]]"
@@ -33,6 +35,25 @@ def find_local_param(dtensor: Any) -> Any:
         return None
     # Only the node of a parameter, AccumulateGrad, has a variable.
     return getattr(node.next_functions[0][0], "variable", None)
+
+
+def add_hook(param: Tensor, table: str, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Add a hook as torch's methods do, which refuse a parameter that is frozen or quantized now.
+
+    The script may thaw it later. The methods refuse any parameter inside of ``torch.func``.
+
+    Args:
+        param: The parameter.
+        table: The hooks to which to add it: ``_backward_hooks`` for ``register_hook``, or
+            ``_post_accumulate_grad_hooks``.
+        hook: The hook.
+    """
+    if getattr(param, table) is None:
+        setattr(param, table, OrderedDict())
+    hooks = getattr(param, table)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def will_execute(node: Any) -> bool:

@@ -223,8 +223,10 @@ class copy_between_parameters(Loop):
             same[-1].copy_(same[0])
 
 
-# The stock reducer needs the sparse gradient of a frozen embedding; the reducer of ovpatch does not.
-@habit(without=("sparse_embedding", "sparse_adam", *_STATIC))
+# The stock reducer needs the sparse gradient of a frozen embedding; the reducer of ovpatch does not. After a forward
+# without a backward, it takes the next local backward for the missing one, and raises if that trains a parameter that
+# was frozen in the forward.
+@habit(without=("sparse_embedding", "sparse_adam", "forward_without_backward", *_STATIC))
 class freeze_for_a_while(find_unused):
     """A parameter is frozen for two steps."""
 

@@ -7,7 +7,8 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.autograd import DeferredGradNode, TaskCallback
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import hide_frames
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
@@ -107,9 +109,8 @@ class GradHooks:
         self.reentrant.clear()
         self.attachments += 1
         self._kinds = self._list_kinds()
-        for index, param in enumerate(self._params):
-            node = _find_accumulate_node(param)
-            self.nodes.append(node)
+        self.nodes += _find_accumulate_nodes(self._params)
+        for index, (param, node) in enumerate(zip(self._params, self.nodes, strict=True)):
             if self._sums_in_fp32 and param.dtype in LOW_PRECISION_DTYPES:
                 before, after = fp32_accumulation.make_sum_hooks(param)
                 self._handles.append(node.register_prehook(before))
@@ -214,18 +215,43 @@ def _remove(*lists: list[RemovableHandle]) -> None:
         handles.clear()
 
 
-def _find_accumulate_node(param: Parameter) -> Node:
-    is_trained = param.requires_grad
-    # A subclass of Tensor would put its own nodes between the alias and the parameter.
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), torch.inference_mode(False):
-        # A parameter that was frozen after the wrap has a node as well, and gets gradients again
-        # once it is thawed.
-        alias = param.requires_grad_().view_as(param)
-        param.requires_grad_(is_trained)
-        assert alias.grad_fn is not None
-        node: Any = alias.grad_fn.next_functions[0][0]
-        assert node.variable is param
-    return cast(Node, node)
+@contextmanager
+def all_trained(params: Iterable[Parameter]) -> Iterator[None]:
+    """Let autograd train all parameters, the ones that the script has frozen since the wrap included.
+
+    The script may also have quantized a frozen parameter, or written it in inference mode. Autograd
+    refuses these, so they have other data in the context. It has their shape, since a node
+    remembers the shape of its parameter.
+    """
+    frozen = [param for param in params if not param.requires_grad]
+    datas = [(param, param.data) for param in frozen if not _can_be_trained(param)]
+    try:
+        for param, data in datas:
+            with outside_modes():
+                param.data = torch.empty_like(data, dtype=torch.float32)
+        for param in frozen:
+            # torch.func refuses requires_grad_().
+            param.requires_grad = True
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad = False
+        for param, data in datas:
+            param.data = data
+
+
+def _can_be_trained(param: Parameter) -> bool:
+    is_number = param.is_floating_point() or param.is_complex()
+    return is_number and not param.is_inference()
+
+
+def _find_accumulate_nodes(params: Sequence[Parameter]) -> list[Node]:
+    # A subclass of Tensor would put its own nodes between the alias and the parameter. A frozen
+    # parameter gets gradients again once it is thawed.
+    with outside_modes(), all_trained(params), torch.enable_grad():
+        nodes = [cast(Any, param.view_as(param).grad_fn).next_functions[0][0] for param in params]
+    assert all(node.variable is param for node, param in zip(nodes, params, strict=True))
+    return nodes
 
 
 def _make_hook(reference: weakref.ref[GradReducer], index: int) -> Any:

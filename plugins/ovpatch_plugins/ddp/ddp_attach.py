@@ -14,8 +14,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -325,6 +324,8 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     Raises:
         RuntimeError: A backward is running, whose gradients are being reduced.
     """
+    from ovpatch.overlap.data_parallel.grad_hooks import all_trained
+
     _refuse_inside_backward(ddp)
     if ddp.reducer.mesh_grads is not None:
         ddp.reducer.mesh_grads.restore()
@@ -352,7 +353,8 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
         is_known = ddp.static_graph and (plain or reducer.is_armed)
         ddp.find_unused_parameters = searches and not is_known
         sparse = [reducer.config.sparse[i] for i in indices]
-        with _all_trained(parameters):
+        # Like the reducer of the wrap, it must have the parameters that were frozen since.
+        with all_trained(parameters):
             stock_helper(ddp, parameters, sparse, names, ddp.static_graph)
     finally:
         ddp.find_unused_parameters = searches
@@ -369,22 +371,6 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
         ddp.logger._set_static_graph()
     if reason:
         _report_stock(ddp, reason)
-
-
-@contextmanager
-def _all_trained(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Train all parameters while the block builds the stock reducer.
-
-    Like the reducer of the wrap, it must have the parameters that were frozen since.
-    """
-    frozen = [param for param in params if not param.requires_grad]
-    try:
-        for param in frozen:
-            param.requires_grad_(True)
-        yield
-    finally:
-        for param in frozen:
-            param.requires_grad_(False)
 
 
 def restore_all() -> None:

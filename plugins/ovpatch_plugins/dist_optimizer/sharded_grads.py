@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.autograd import add_hook
 from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.collectives import reduce_scatter_transport
 from ovpatch.overlap.comm.host_barrier import HostBarrier
@@ -725,26 +726,13 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
             # Otherwise another wrapper reduces the gradients of this parameter.
             if find(param) == (model, index):
                 hook = _LocalGradHook(reference)
-                handle = _add_hook(param, "_post_accumulate_grad_hooks", hook)
+                handle = add_hook(param, "_post_accumulate_grad_hooks", hook)
                 param_record(param).local_grad_hook = handle
             # The reducer's hooks were freed with it. They would have materialized this gradient
             # before the engine adds to it.
             if model.is_lazy(index):
                 before = _BeforeLocalGradHook(reference, index)
-                before.handle = _add_hook(param, "_backward_hooks", before)
-
-
-def _add_hook(param: Tensor, table: str, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Add a hook as torch's methods do, which refuse a parameter that is frozen or quantized now.
-
-    The script may thaw it later. This runs wherever the wrapper is freed, also inside ``torch.func``.
-    """
-    if getattr(param, table) is None:
-        setattr(param, table, OrderedDict())
-    hooks = getattr(param, table)
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+                before.handle = add_hook(param, "_backward_hooks", before)
 
 
 class _LocalGradHook:

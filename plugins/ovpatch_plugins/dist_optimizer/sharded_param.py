@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.lifetimes import outside_modes
+from ovpatch.overlap.data_parallel.grad_hooks import all_trained
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
@@ -76,7 +77,8 @@ class ShardedParam:
             # `Parameter()` would do the same, but pending_param.py wraps it. The result shares the
             # version counter of `param`, whatever its memory. So autograd detects that a step has
             # written to a parameter that a graph has saved.
-            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
+            with all_trained((param,)):
+                self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
         self.set_memory(None)
 
         # - The gradient of the last step

@@ -34,6 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.autograd import add_hook
 from ovpatch.overlap.comm.consensus import check_consistent
 from ovpatch.overlap.comm.lifetimes import param_record
 from ovpatch.overlap.data_parallel.backward_plan import PlanFacts
@@ -127,7 +128,9 @@ class ExpertGradients:
             record.experts = weakref.ref(self)
         if self._factor != 1:
             scale = functools.partial(_scale, self._factor)
-            self._scaling_handles += [param.register_hook(scale) for param in self._params]
+            self._scaling_handles += [
+                add_hook(param, "_backward_hooks", scale) for param in self._params
+            ]
         weakref.finalize(self, _remove, self._scaling_handles).atexit = False
         if group is not None:
             self._reducer = self._make_reducer(group)

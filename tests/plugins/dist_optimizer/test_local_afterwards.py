@@ -86,7 +86,7 @@ def test_a_parameter_that_was_frozen_while_the_wrapper_was_freed_gets_local_grad
     assert not torch.equal(first, second), "the second wrapper does not reduce it"
 
 
-class _Quantized(nn.Module):
+class Quantized(nn.Module):
     """A linear layer after a matrix that the script may quantize, which then takes no part."""
 
     def __init__(self) -> None:
@@ -95,7 +95,8 @@ class _Quantized(nn.Module):
         self.linear = nn.Linear(5, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x @ self.matrix if self.matrix.is_floating_point() else x)
+        is_trained = self.matrix.is_floating_point() and not self.matrix.is_inference()
+        return self.linear(x @ self.matrix if is_trained else x)
 
 
 def change_frozen(matrix: nn.Parameter, how: str) -> None:
@@ -103,9 +104,9 @@ def change_frozen(matrix: nn.Parameter, how: str) -> None:
     matrix.requires_grad_(False)
     if how == "quantized":
         matrix.data = matrix.data.to(torch.int8)
-    elif how == "of inference mode":
+    elif "of inference mode" in how:
         with torch.inference_mode():
-            matrix.data = matrix.data.clone()
+            matrix.data = matrix.data.double() if "fp64" in how else matrix.data.clone()
     else:
         matrix.copy_(nn.Parameter(2 * torch.eye(5)))
 
@@ -113,7 +114,7 @@ def change_frozen(matrix: nn.Parameter, how: str) -> None:
 def changed_before_the_wrapper_is_freed(how: str) -> list[Any]:
     """Change a frozen parameter, drop the wrapper, and train the remaining parameters on each rank alone."""
     torch.manual_seed(1)
-    module = _Quantized()
+    module = Quantized()
     model: nn.Module | None = ddp(module)
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
     records = []

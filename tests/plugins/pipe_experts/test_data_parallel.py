@@ -567,6 +567,8 @@ def copies(arm: str, ep: int) -> list[Any]:
         group = setup.model.group
         # In stock PyTorch and here, a group cannot be copied.
         setup.model.group = None
+        # A copy of a frozen parameter may be thawed.
+        setup.model.experts[0][0].weight.requires_grad_(False)
         buffer = io.BytesIO()
         torch.save(setup.ddp, buffer)
         buffer.seek(0)
@@ -577,6 +579,7 @@ def copies(arm: str, ep: int) -> list[Any]:
             assert type(twin) is DistributedDataParallel
             setup.ddp, setup.model = twin, twin.module
             setup.model.group = group if ep > 1 else None
+            setup.model.experts[0][0].weight.requires_grad_(True)
             if step == 3:
                 setup.model.double()
                 setup.reference.double()
