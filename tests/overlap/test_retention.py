@@ -43,7 +43,7 @@ def early_peer() -> list[bool]:
     return [retained() is not None]
 
 
-def backwards(count: int, shortened_at: int, may_be_read: bool) -> list[bool]:
+def backwards(count: int, shortened_at: int = 9) -> list[bool]:
     """Return whether an object is retained after each of some backwards."""
     group, owner = dist.group.WORLD, Owner()
     retained = weakref.ref(owner)
@@ -52,7 +52,7 @@ def backwards(count: int, shortened_at: int, may_be_read: bool) -> list[bool]:
     found = []
     for number in range(4):
         if number == shortened_at:
-            retention.shorten_retention(group, may_be_read=may_be_read)
+            retention.shorten_retention(group)
             found.append(retained() is not None)
         retention.release_retained(group)
         found.append(retained() is not None)
@@ -104,11 +104,10 @@ def all_retained() -> dict[str, list[bool]]:
     return {
         "final reads": final_reads(),
         "early peer": early_peer(),
-        "one backward": backwards(1, 9, False),
-        "three backwards": backwards(3, 9, False),
-        "shortened at first": backwards(3, 0, False),
-        "shortened later": backwards(3, 1, False),
-        "shortened and read": backwards(3, 1, True),
+        "one backward": backwards(1),
+        "three backwards": backwards(3),
+        "shortened at first": backwards(3, 0),
+        "shortened later": backwards(3, 1),
         "three backwards or final reads": late_peer(9),
         "final reads after one backward": late_peer(1),
         "before backward": before_backward(),
@@ -123,8 +122,7 @@ def test_objects_are_retained_as_long_as_peers_may_read_them(ranks):
             "one backward": [False, False, False, False],
             "three backwards": [True, True, False, False],
             "shortened at first": [True, False, False, False, False],
-            "shortened later": [True, False, False, False, False],
-            "shortened and read": [True, True, False, False, False],
+            "shortened later": [True, True, False, False, False],
             "three backwards or final reads": [True, True, False, False],
             "final reads after one backward": [True, False, False, False],
             "before backward": [True, True],

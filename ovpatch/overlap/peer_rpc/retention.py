@@ -92,7 +92,6 @@ class _Retained:
     remaining_backwards: int
     # The calls that release the owner earlier; None without any.
     final_reads: FinalReads | None = None
-    has_outlived_backward: bool = False
 
 
 class Retention:
@@ -143,22 +142,12 @@ def list_awaited_ranks(group: dist.ProcessGroup | None) -> list[int]:
     return sorted(set().union(*(item.list_awaited() for item in reads)))
 
 
-def shorten_retention(group: dist.ProcessGroup, *, may_be_read: bool) -> None:
-    """Release all retained objects at the next backward, however long they should have stayed.
-
-    Args:
-        group: The process group.
-        may_be_read: Whether peers may still read objects that have outlived a backward. Otherwise
-            these are released at once.
-    """
+def shorten_retention(group: dist.ProcessGroup) -> None:
+    """Release all retained objects at the next backward, however long they should have stayed."""
     retention: Retention | None = group_state(group).values.get(Retention)
-    if retention is None:
-        return
-    for key, retained in list(retention.retained.items()):
-        retained.remaining_backwards = 1
-        if retained.has_outlived_backward and not may_be_read:
-            # The final call of a peer may have released it concurrently.
-            retention.retained.pop(key, None)
+    if retention is not None:
+        for retained in list(retention.retained.values()):
+            retained.remaining_backwards = 1
 
 
 def release_retained(group: dist.ProcessGroup) -> None:
@@ -168,7 +157,6 @@ def release_retained(group: dist.ProcessGroup) -> None:
         return
     for key, retained in list(retention.retained.items()):
         retained.remaining_backwards -= 1
-        retained.has_outlived_backward = True
         if not retained.remaining_backwards:
             # The final call of a peer may have released it concurrently.
             retention.retained.pop(key, None)

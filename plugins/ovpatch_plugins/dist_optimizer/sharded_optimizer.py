@@ -411,9 +411,9 @@ class ShardedOptimizer:
         if reason:
             return reason
         # Until ranks agree on the next optimizer, peers may read the state of one that this rank
-        # has dropped.
+        # has dropped. Their first step of the next one reads it, too, if they have loaded it unread.
         for model in models:
-            retention.shorten_retention(model.group, may_be_read=False)
+            retention.shorten_retention(model.group)
             assert model.votes is not None
             model.votes.num_optimizers += 1
         COUNTERS.optimizers += 1

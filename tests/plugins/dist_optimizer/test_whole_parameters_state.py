@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
 from tests.plugins.ddp.arms import Record, all_both, table
 from tests.plugins.ddp.checks import check_all, same_bits, some
 from tests.plugins.dist_optimizer import test_state
-from tests.plugins.dist_optimizer.checks import SMALL, apply, params
+from tests.plugins.dist_optimizer.checks import SMALL, apply, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import (
@@ -302,3 +306,40 @@ def test_a_state_that_cannot_be_sent_is_an_error_with_the_remedy(ranks):
     for text in ranks(2)(hoarding):
         assert "has a object in its state, which cannot be sent to peers" in text
         assert "OVPATCH_DIST_OPTIMIZER_PER_PARAMETER" in text
+
+
+def continued_behind_a_peer(kind: str) -> list[Record]:
+    """Continue with copies that load unread state, which rank 1 has moved and dropped before rank 0 reads it."""
+    store = dist.distributed_c10d._get_default_store()
+    add_model = ShardedOptimizer._add_model
+
+    def add_in_turns(self: ShardedOptimizer, *args: Any) -> None:
+        if dist.get_rank() == 0:
+            store.wait([f"moved, {kind}"])
+        add_model(self, *args)
+        gc.collect()
+        store.set(f"moved, {kind}", "")
+
+    model, opts = build(kind)
+    records = []
+    for number in range(4):
+        if number == 2:
+            old = [opt.state_dict() for opt in opts]
+            module = copy.deepcopy(model.module)
+            model = ddp(module)
+            opts = MAKERS[kind](module)
+            for opt, state in zip(opts, old, strict=True):
+                opt.load_state_dict(state)
+            del old, opt, state
+        turns = mock.patch.object(ShardedOptimizer, "_add_model", add_in_turns)
+        with turns if number == 2 else contextlib.nullcontext():
+            step(model, opts, number)
+        records.append(params(model))
+    return records
+
+
+def test_a_rank_keeps_dropped_state_until_its_peers_have_moved_theirs(ranks):
+    results = ranks(2)(all_both, continued_behind_a_peer, table(kind=EVERY), apply=apply_named)
+    for result in results:
+        for case in same_bits([*result.values()]):
+            assert case["counters"]["state_reads"] > 0
