@@ -242,7 +242,8 @@ class wrap_after_deletion(Loop):
             self.model = self.wrap()
 
 
-@habit()
+# The names of a compiled model have a prefix, so the outer wrapper does not ignore the layer.
+@habit(without=("compile_the_model",))
 class nested_wrappers(Loop):
     """A layer has a wrapper inside of the wrapped model, which ignores it."""
 
@@ -284,7 +285,14 @@ class one_wrapper_for_each_layer(Loop):
 #: The habits that a loop cannot have if the gradient of one parameter is local: they make the updates of other
 #: parameters depend on it, by a norm, by the dot products of LBFGS, or by moving it. Then parameters differ by
 #: rank, which the optimizer does not find: dist_optimizer-reference.md, "Limits".
-MIXES = ("clip_norm", "clip_one_by_one", "swap_gradients", "same_gradient_for_two", "lbfgs")
+MIXES = (
+    "clip_norm",
+    "clip_one_by_one",
+    "clips_in_any_order",
+    "swap_gradients",
+    "same_gradient_for_two",
+    "lbfgs",
+)
 
 
 @habit(without=MIXES)
