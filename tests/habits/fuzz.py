@@ -56,7 +56,9 @@ def make_cell(seed: int, world: int, word: str = "") -> Cell:
         names += rng.sample(by_kind[kind], rng.choices(range(len(weights)), weights)[0])
     # Small seeds count through the alternatives of each habit instead of drawing them.
     drawn = FIRST_RANDOM_SEED + draw(seed, "cell") % 1_000_000
-    return Cell(tuple(choose_compatible(names)), world=world, seed=drawn)
+    return Cell(
+        tuple(choose_compatible(names)), world=world, seed=drawn, has_delays=rng.random() < 0.5
+    )
 
 
 def kind_of(loop: type[Loop]) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import ovpatch
 from ovpatch.insight.equality import FLOOR, Verdict
+from tests.habits.delays import delayed
 from tests.habits.expected import Expected, find_expected
 from tests.habits.loop import Loop, combine, count_variants, family_of, load_habits
 from tests.support import patience
@@ -35,6 +36,9 @@ _CELL_TIMEOUT_S: Final = patience.SHORTEST_S
 #: Has the place of ``ovpatch`` in stock runs.
 _STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda: None)
 
+# The end of the text of a cell that has delays.
+_DELAYED: Final = "/delayed"
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -45,16 +49,18 @@ class Cell:
         features: The features that are applied.
         world: The number of ranks.
         seed: Of the choices inside habits.
+        has_delays: Whether the patched ranks wait for a moment where they meet, see :mod:`.delays`.
     """
 
     habits: tuple[str, ...]
     features: tuple[str, ...] = ("ddp", "dist_optimizer")
     world: int = 2
     seed: int = 0
+    has_delays: bool = False
 
     def __str__(self) -> str:
         text = "/".join(["+".join(self.habits), "+".join(self.features), f"w{self.world}"])
-        return text + f"/{self.seed}" * bool(self.seed)
+        return text + f"/{self.seed}" * bool(self.seed) + _DELAYED * self.has_delays
 
     @staticmethod
     def parse(text: str) -> Cell:
@@ -63,14 +69,21 @@ class Cell:
         Raises:
             ValueError: The name is no cell.
         """
-        parts = text.split("/")
+        parts = text.removesuffix(_DELAYED).split("/")
         if not 3 <= len(parts) <= 4 or not parts[2].startswith("w"):
             raise ValueError(
-                f"{text!r} is no cell; write HABIT+HABIT/FEATURE+FEATURE/wRANKS or .../wRANKS/SEED"
+                f"{text!r} is no cell; write HABIT+HABIT/FEATURE+FEATURE/wRANKS or .../wRANKS/SEED, and "
+                f"perhaps {_DELAYED} at the end"
             )
         habits, features, world, *seed = parts
         names = tuple(name for name in habits.split("+") if name)
-        return Cell(names, tuple(features.split("+")), int(world[1:]), *map(int, seed))
+        return Cell(
+            names,
+            tuple(features.split("+")),
+            int(world[1:]),
+            *map(int, seed),
+            has_delays=text.endswith(_DELAYED),
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,8 @@ def _run_stock(cell: Cell, loop: type[Loop]) -> _Run:
 
 def _run_patched(cell: Cell, loop: type[Loop], package: Any) -> _Run:
     before = _counters()
-    run = _record(cell, loop, package)
+    with delayed(cell.seed) if cell.has_delays else nullcontext():
+        run = _record(cell, loop, package)
     run.counters = {name: value - before[name] for name, value in _counters().items()}
     return run
 
