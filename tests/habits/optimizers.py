@@ -431,6 +431,10 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -438,6 +442,7 @@ class Lamb(torch.optim.Optimizer):
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
                 m.lerp_(p.grad.to_dense(), 0.1)
                 p.sub_(m * (group["lr"] * (p.norm() + 0.1) / (m.norm() + 0.1)))
+        return loss
 
 
 @habit()

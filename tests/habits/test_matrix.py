@@ -147,7 +147,11 @@ def test_what_stock_raises_is_no_failure_of_a_combination(ranks):
 
 
 def test_the_text_of_a_cell_names_it():
-    for cell in (Cell(("a", "b"), ("ddp",), 3, 7), Cell((), BOTH, 2), Cell(("a",), has_delays=True)):
+    for cell in (
+        Cell(("a", "b"), ("ddp",), 3, 7),
+        Cell((), BOTH, 2),
+        Cell(("a",), has_delays=True),
+    ):
         assert Cell.parse(str(cell)) == cell
     assert str(Cell(("a", "b"), ("ddp",), 3, 7)) == "a+b/ddp/w3/7"
     with pytest.raises(ValueError, match="is no cell; write"):

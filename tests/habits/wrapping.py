@@ -242,16 +242,19 @@ class wrap_after_deletion(Loop):
             self.model = self.wrap()
 
 
-# The names of a compiled model have a prefix, so the outer wrapper does not ignore the layer.
-@habit(without=("compile_the_model",))
+@habit()
 class nested_wrappers(Loop):
     """A layer has a wrapper inside of the wrapped model, which ignores it."""
 
     def made(self):
         super().made()
         self.net.layers.append(DDP(nn.Linear(6, 6)))
+
+    def wrap(self):
+        # Other habits rename parameters before the wrap.
         inner = [name for name, _ in self.net.named_parameters() if ".module." in name]
         DDP._set_params_and_buffers_to_ignore_for_model(self.net, inner)
+        return super().wrap()
 
 
 @habit(

@@ -86,7 +86,9 @@ def moved_before_a_transform(transform: str) -> list[Any]:
 
 
 def test_a_cast_model_gets_its_hooks_inside_of_a_transform(ranks):
-    for result in ranks(2)(all_cases, moved_before_a_transform, table(transform=("", "jvp", "vjp"))):
+    for result in ranks(2)(
+        all_cases, moved_before_a_transform, table(transform=("", "jvp", "vjp"))
+    ):
         # Stock PyTorch does not reduce the gradients of a parameter that was cast.
         plain, *transformed = (case["patched"] for case in result.values())
         for records in transformed:
