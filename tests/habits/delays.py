@@ -32,7 +32,7 @@ def delayed(seed: int) -> Iterator[None]:
             (HostBarrier, "wait"),
             (ShardedGrads, "cast_vote"),
         ):
-            # A rank that is always late at one place gets further behind than one that is late now and then.
+            # A rank that is always late at one place loses more time than one that is late now and then.
             before, after = (rng.choice((0.0, 0.3, 1.0)) for _ in range(2))
             late = _delay(vars(owner)[name], rng, before, after)
             stack.enter_context(mock.patch.object(owner, name, late))
@@ -57,7 +57,7 @@ def _delay(
 
 
 def _pause(rng: random.Random) -> None:
-    # What the collector frees is gone from then on, also for peers.
+    # Peers cannot read an object that the collector frees.
     if rng.random() < 0.5:
         gc.collect()
     else:

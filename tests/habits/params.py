@@ -226,7 +226,15 @@ class copy_between_parameters(Loop):
 # The stock reducer needs the sparse gradient of a frozen embedding; the reducer of ovpatch does not. After a forward
 # without a backward, it takes the next local backward for the missing one, and raises if that trains a parameter that
 # was frozen in the forward.
-@habit(without=("sparse_embedding", "sparse_adam", "forward_without_backward", *_STATIC))
+@habit(
+    without=(
+        "sparse_embedding",
+        "sparse_adam",
+        "forward_without_backward",
+        "two_models_apart",
+        *_STATIC,
+    )
+)
 class freeze_for_a_while(find_unused):
     """A parameter is frozen for two steps."""
 
