@@ -17,7 +17,7 @@ from tests.plugins.dist_optimizer.test_loops import net
 WHEN = 3
 
 
-def train_beside_a_changed_parameter(how: str, where: str) -> list[Any]:
+def train_with_a_frozen_parameter(how: str, where: str) -> list[Any]:
     """Freeze and change a parameter between two steps; the next forward runs somewhere, or features end before it."""
     torch.manual_seed(1)
     module = Quantized()
@@ -53,13 +53,13 @@ HOWS = ("quantized", "of inference mode", "of inference mode, in fp64")
 def test_a_parameter_that_autograd_refuses_to_train_is_no_obstacle(ranks):
     places = ("", *MODES, "in a device context")
     cases = table(how=HOWS, where=places)
-    check_all(ranks(2)(all_cases, train_beside_a_changed_parameter, cases), steps=7)
+    check_all(ranks(2)(all_cases, train_with_a_frozen_parameter, cases), steps=7)
 
 
 def test_the_stock_reducer_takes_a_parameter_that_autograd_refuses_to_train(ranks):
     for how in HOWS:
         case = {how: {"how": how, "where": "after revert()"}}
-        check_all(ranks(2)(all_cases, train_beside_a_changed_parameter, case), steps=WHEN)
+        check_all(ranks(2)(all_cases, train_with_a_frozen_parameter, case), steps=WHEN)
 
 
 def moved_before_a_transform(transform: str) -> list[Any]:
