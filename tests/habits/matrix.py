@@ -36,7 +36,7 @@ _CELL_TIMEOUT_S: Final = patience.SHORTEST_S
 #: Has the place of ``ovpatch`` in stock runs.
 _STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda: None)
 
-# The words of torch's reducer on a defect of its own. There is nothing to compare then, and further runs may hang.
+# torch's reducer reports its own defect by these words. There is nothing to compare then, and further runs may hang.
 _DEFECT_OF_STOCK: Final = "This indicates a bug in DDP implementation"
 
 # The end of the text of a cell that has delays.
