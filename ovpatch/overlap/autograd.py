@@ -40,7 +40,7 @@ def find_local_param(dtensor: Any) -> Any:
 def add_hook(param: Tensor, table: str, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Add a hook as torch's methods do, which refuse a parameter that is frozen or quantized now.
 
-    The script may thaw it later. The methods refuse any parameter inside of ``torch.func``.
+    The script may thaw it later.
 
     Args:
         param: The parameter.

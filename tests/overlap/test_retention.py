@@ -43,6 +43,17 @@ def early_peer() -> list[bool]:
     return [retained() is not None]
 
 
+def retained_twice() -> list[bool]:
+    """Return whether a rank that retains an object again still waits for its peer's final call, and for it alone."""
+    group, reads, owner = dist.new_group(), FinalReads(dist.group.WORLD), Owner()
+    peer = 1 - dist.get_rank()
+    retention.retain(group, owner, 2, reads)
+    retention.retain(group, owner)
+    awaited = retention.list_awaited_ranks(group)
+    reads.record_call({"last of": peer})
+    return [awaited == [peer], retention.list_awaited_ranks(group) == []]
+
+
 def backwards(count: int, shortened_at: int = 9) -> list[bool]:
     """Return whether an object is retained after each of some backwards."""
     group, owner = dist.group.WORLD, Owner()
@@ -104,6 +115,7 @@ def all_retained() -> dict[str, list[bool]]:
     return {
         "final reads": final_reads(),
         "early peer": early_peer(),
+        "retained twice": retained_twice(),
         "one backward": backwards(1),
         "three backwards": backwards(3),
         "shortened at first": backwards(3, 0),
@@ -119,6 +131,7 @@ def test_objects_are_retained_as_long_as_peers_may_read_them(ranks):
         assert found == {
             "final reads": [True, True, False],
             "early peer": [False],
+            "retained twice": [True, True],
             "one backward": [False, False, False, False],
             "three backwards": [True, True, False, False],
             "shortened at first": [True, False, False, False, False],

@@ -112,8 +112,15 @@ FAULTS: Final = (
     Fault(
         "hooks are attached to a frozen parameter that autograd refuses to train",
         _REDUCTION + "grad_hooks.py",
-        "for param in frozen if not _can_be_trained(param)]",
+        "for param in frozen if _is_refused(param)]",
         "for param in ()]",
+        ("tests/plugins/dist_optimizer/test_changed_parameters.py",),
+    ),
+    Fault(
+        "a frozen parameter gets data of another dtype while hooks are attached",
+        _REDUCTION + "grad_hooks.py",
+        "dtype = data.dtype if _is_number(data) else torch.float32",
+        "dtype = torch.float32",
         ("tests/plugins/dist_optimizer/test_changed_parameters.py",),
     ),
     Fault(

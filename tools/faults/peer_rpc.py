@@ -25,6 +25,13 @@ FAULTS: Final = (
         ("tests/overlap/test_retention.py",),
     ),
     Fault(
+        "retention: an object that is retained again loses its final reads",
+        _RPC + "retention.py",
+        "            final_reads = final_reads or known.final_reads\n",
+        "",
+        ("tests/overlap/test_retention.py",),
+    ),
+    Fault(
         "retention: a rank that has destroyed its group serves no final call",
         _RPC + "rpc.py",
         "    return not retention.has_retained(group())",

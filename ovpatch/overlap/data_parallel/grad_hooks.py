@@ -220,36 +220,48 @@ def all_trained(params: Iterable[Parameter]) -> Iterator[None]:
     """Let autograd train all parameters, the ones that the script has frozen since the wrap included.
 
     The script may also have quantized a frozen parameter, or written it in inference mode. Autograd
-    refuses these, so they have other data in the context. It has their shape, since a node
-    remembers the shape of its parameter.
+    refuses these, so they have other data in the context. It has their shape, which a node
+    remembers, and if possible their dtype, since another dtype gives a parameter another node.
     """
-    frozen = [param for param in params if not param.requires_grad]
-    datas = [(param, param.data) for param in frozen if not _can_be_trained(param)]
+    with outside_modes():
+        frozen = [param for param in params if not param.requires_grad]
+        datas = [(param, param.data) for param in frozen if _is_refused(param)]
     try:
-        for param, data in datas:
-            with outside_modes():
-                param.data = torch.empty_like(data, dtype=torch.float32)
-        for param in frozen:
-            # torch.func refuses requires_grad_().
-            param.requires_grad = True
+        with outside_modes():
+            for param, data in datas:
+                dtype = data.dtype if _is_number(data) else torch.float32
+                param.data = torch.empty_like(data, dtype=dtype)
+            for param in frozen:
+                # torch.func refuses requires_grad_().
+                param.requires_grad = True
         yield
     finally:
-        for param in frozen:
-            param.requires_grad = False
-        for param, data in datas:
-            param.data = data
+        # An interrupt must not keep the script's data from coming back.
+        try:
+            for param in frozen:
+                param.requires_grad = False
+        finally:
+            with outside_modes():
+                for param, data in datas:
+                    param.data = data
 
 
-def _can_be_trained(param: Parameter) -> bool:
-    is_number = param.is_floating_point() or param.is_complex()
-    return is_number and not param.is_inference()
+def _is_refused(param: Parameter) -> bool:
+    return param.is_inference() or not _is_number(param)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _find_accumulate_nodes(params: Sequence[Parameter]) -> list[Node]:
-    # A subclass of Tensor would put its own nodes between the alias and the parameter. A frozen
-    # parameter gets gradients again once it is thawed.
-    with outside_modes(), all_trained(params), torch.enable_grad():
-        nodes = [cast(Any, param.view_as(param).grad_fn).next_functions[0][0] for param in params]
+    nodes = []
+    # A subclass of Tensor would put its own nodes between the alias and the parameter.
+    with outside_modes(), torch.enable_grad():
+        for param in params:
+            # A frozen parameter gets gradients again once it is thawed.
+            with all_trained((param,)):
+                nodes.append(cast(Any, param.view_as(param).grad_fn).next_functions[0][0])
     assert all(node.variable is param for node, param in zip(nodes, params, strict=True))
     return nodes
 

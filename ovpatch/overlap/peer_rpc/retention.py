@@ -115,7 +115,8 @@ def retain(
 ) -> None:
     """Retain an object until all ranks of ``group`` have joined ``backwards`` more backwards.
 
-    Do nothing if the group was destroyed, because peers cannot call then.
+    If it is retained already, its final reads and the larger number of backwards hold. Do nothing
+    if the group was destroyed, because peers cannot call then.
 
     Args:
         group: The process group.
@@ -124,8 +125,12 @@ def retain(
         final_reads: The calls that release it earlier. Default: none.
     """
     if not is_destroyed(group):
-        retained = _Retained(owner, backwards, final_reads)
-        _get_retention(group).retained[id(owner)] = retained
+        retained = _get_retention(group).retained
+        known = retained.get(id(owner))
+        if known is not None:
+            backwards = max(backwards, known.remaining_backwards)
+            final_reads = final_reads or known.final_reads
+        retained[id(owner)] = _Retained(owner, backwards, final_reads)
 
 
 def has_retained(group: dist.ProcessGroup | None) -> bool:

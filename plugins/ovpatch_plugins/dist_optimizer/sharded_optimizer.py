@@ -541,7 +541,9 @@ class ShardedOptimizer:
                 continue
             sharded = known.get(id(param))
             if sharded is None or (sharded.shards, sharded.index) != place:
-                if not self._state_type.can_shard(*place):
+                # Before a quantized parameter can be trained, it gets another dtype and other shards.
+                is_number = param.is_floating_point() or param.is_complex()
+                if not is_number or not self._state_type.can_shard(*place):
                     continue
                 sharded = ShardedParam(param, *place)
             found.append(sharded)

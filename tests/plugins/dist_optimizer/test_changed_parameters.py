@@ -9,9 +9,10 @@ import torch
 
 import ovpatch
 from tests.plugins.ddp.arms import data, table
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, both, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_local_afterwards import Quantized, change_frozen
 from tests.plugins.dist_optimizer.test_loops import net
+from tests.support.equality import compare
 
 # The step in which the parameters change.
 WHEN = 3
@@ -44,6 +45,69 @@ def train_with_a_frozen_parameter(how: str, where: str) -> list[Any]:
         records.append(params(module))
     assert (module.matrix.grad is not None) is (how == "of inference mode")
     return records
+
+
+def train_in_bf16(where: str) -> list[Any]:
+    """Write a frozen bf16 parameter in inference mode, let the hooks be attached again, and thaw it later."""
+    torch.manual_seed(1)
+    module = Quantized().bfloat16()
+    module.code = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    model = ddp(module, find_unused_parameters=True)
+    opt = torch.optim.SGD(module.parameters(), 1e-2)
+    records = []
+    for step in range(7):
+        opt.zero_grad()
+        if step == WHEN:
+            change_frozen(module.matrix, "of inference mode")
+            if where == "after revert()":
+                ovpatch.revert()
+            else:
+                change_frozen(module.code, "quantized")
+        if step == WHEN + 2:
+            module.matrix.data = module.matrix.data.clone()
+            module.matrix.requires_grad_(True)
+        model(data(step, 5, 5).bfloat16()).square().mean().backward()
+        records.append(
+            {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        )
+        opt.step()
+    return records
+
+
+def test_a_thawed_parameter_of_low_precision_is_reduced(ranks):
+    for results in zip(*ranks(2)(train_all_in_bf16), strict=True):
+        for result in results:
+            compare(result["stock"], result["patched"]).assert_bitwise()
+        assert "matrix" in results[0]["patched"][-1]
+
+
+def train_all_in_bf16() -> list[dict[str, Any]]:
+    return [
+        both(train_in_bf16, where) for where in ("after revert()", "with another one quantized")
+    ]
+
+
+def step_a_new_optimizer() -> list[Any]:
+    """Step a new optimizer before the first forward in which a parameter is quantized."""
+    torch.manual_seed(1)
+    module = Quantized()
+    model = ddp(module, find_unused_parameters=True)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    records = []
+    for step in range(6):
+        opt.zero_grad()
+        model(data(step, 5, 5)).square().mean().backward()
+        if step == WHEN:
+            module.matrix.grad = None
+            change_frozen(module.matrix, "quantized")
+            opt = torch.optim.AdamW(module.parameters(), 1e-2)
+        opt.step()
+        records.append(params(module))
+    return records
+
+
+def test_a_new_optimizer_leaves_a_quantized_parameter_out(ranks):
+    check_all(ranks(2)(all_cases, step_a_new_optimizer, {"": {}}), steps=6)
 
 
 MODES = {"after inference mode": torch.inference_mode, "after no_grad": torch.no_grad}
