@@ -258,6 +258,7 @@ class nested_wrappers(Loop):
         return super().wrap()
 
 
+# Its wrappers do not search for parameters, so a frozen parameter leaves the gradients of its layer local.
 @habit(
     without=(
         "comm_hook",
@@ -268,6 +269,8 @@ class nested_wrappers(Loop):
         "static_graph_later",
         "toggle_sync",
         "backward_under_no_sync",
+        "freeze_for_a_while",
+        "freeze_with_its_gradient",
     )
 )
 class one_wrapper_for_each_layer(Loop):
