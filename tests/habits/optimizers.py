@@ -554,7 +554,15 @@ class slow_weights(Loop):
 
 
 # p + a - a rounds differently if gradients are local, and a shard has the rounding of one rank.
-@habit(without=("all_local", "accumulate_at_times", "two_forwards_and_backwards"))
+@habit(
+    without=(
+        "all_local",
+        "accumulate_at_times",
+        "forward_under_no_sync",
+        "twice_backward",
+        "two_forwards_and_backwards",
+    )
+)
 class sharpness(Loop):
     """The gradients of a step are those at a point uphill, as with SAM."""
 

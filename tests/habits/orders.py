@@ -144,9 +144,18 @@ class unscales_in_any_order(_SecondOptimizer):
 
 
 # Votes of two process groups do not see each other, and a peer in a collective of the script, as in
-# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits". An optimizer that raises for an
-# empty parameter or a sparse gradient does so before a step that ranks take together on one rank, after it on another.
-@habit(without=("process_group", "zero_redundancy", "empty_parameter", "sparse_embedding"))
+# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits". An optimizer that raises for a
+# complex or an empty parameter, or a sparse gradient, does so before a step that ranks take together on one rank, and
+# after it on another.
+@habit(
+    without=(
+        "process_group",
+        "zero_redundancy",
+        "complex_parameter",
+        "empty_parameter",
+        "sparse_embedding",
+    )
+)
 class new_optimizers_in_any_order(_SecondOptimizer):
     """Ranks create two new optimizers, and step them, in different orders."""
 
