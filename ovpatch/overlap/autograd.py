@@ -37,6 +37,11 @@ def find_local_param(dtensor: Any) -> Any:
     return getattr(node.next_functions[0][0], "variable", None)
 
 
+def is_differentiable(tensor: Tensor) -> bool:
+    """Return whether autograd computes gradients of a tensor's dtype."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def add_hook(param: Tensor, table: str, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Add a hook as torch's methods do, which refuse a parameter that is frozen or quantized now.
 

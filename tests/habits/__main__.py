@@ -21,7 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Run cells of the matrix of habits, or random combinations."
     )
-    parser.add_argument("cells", nargs="*", help="HABIT+HABIT/FEATURE+FEATURE/wRANKS[/SEED]")
+    parser.add_argument(
+        "cells", nargs="*", help="HABIT+HABIT/FEATURE+FEATURE/wRANKS[/SEED][/delayed]"
+    )
     parser.add_argument("--list", action="store_true", help="print all habits")
     parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="run random combinations")
     parser.add_argument("--seed", type=int, default=1, help="of the first random combination")

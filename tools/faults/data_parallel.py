@@ -119,7 +119,7 @@ FAULTS: Final = (
     Fault(
         "a frozen parameter gets data of another dtype while hooks are attached",
         _REDUCTION + "grad_hooks.py",
-        "dtype = data.dtype if _is_number(data) else torch.float32",
+        "dtype = data.dtype if is_differentiable(data) else torch.float32",
         "dtype = torch.float32",
         ("tests/plugins/dist_optimizer/test_changed_parameters.py",),
     ),

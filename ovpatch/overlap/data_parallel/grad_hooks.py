@@ -8,7 +8,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.autograd import DeferredGradNode, TaskCallback
+from ovpatch.overlap.autograd import DeferredGradNode, TaskCallback, is_differentiable
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import hide_frames
 from ovpatch.overlap.data_parallel import fp32_accumulation
@@ -229,14 +229,14 @@ def all_trained(params: Iterable[Parameter]) -> Iterator[None]:
     try:
         with outside_modes():
             for param, data in datas:
-                dtype = data.dtype if _is_number(data) else torch.float32
+                dtype = data.dtype if is_differentiable(data) else torch.float32
                 param.data = torch.empty_like(data, dtype=dtype)
             for param in frozen:
                 # torch.func refuses requires_grad_().
                 param.requires_grad = True
         yield
     finally:
-        # An interrupt must not keep the script's data from coming back.
+        # The script's data must return after an interrupt, too.
         try:
             for param in frozen:
                 param.requires_grad = False
@@ -247,11 +247,7 @@ def all_trained(params: Iterable[Parameter]) -> Iterator[None]:
 
 
 def _is_refused(param: Parameter) -> bool:
-    return param.is_inference() or not _is_number(param)
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return param.is_inference() or not is_differentiable(param)
 
 
 def _find_accumulate_nodes(params: Sequence[Parameter]) -> list[Node]:
@@ -259,8 +255,9 @@ def _find_accumulate_nodes(params: Sequence[Parameter]) -> list[Node]:
     # A subclass of Tensor would put its own nodes between the alias and the parameter.
     with outside_modes(), torch.enable_grad():
         for param in params:
-            # A frozen parameter gets gradients again once it is thawed.
-            with all_trained((param,)):
+            # A frozen parameter gets gradients again once it is thawed. Only one at a time
+            # has other data, because that takes memory.
+            with nullcontext() if param.requires_grad else all_trained((param,)):
                 nodes.append(cast(Any, param.view_as(param).grad_fn).next_functions[0][0])
     assert all(node.variable is param for node, param in zip(nodes, params, strict=True))
     return nodes

@@ -29,6 +29,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ovpatch.overlap.autograd import is_differentiable
 from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.comm.step_communicators import abort_step_communicators
 from ovpatch.overlap.comm.streams import is_capturing
@@ -542,8 +543,7 @@ class ShardedOptimizer:
             sharded = known.get(id(param))
             if sharded is None or (sharded.shards, sharded.index) != place:
                 # Before a quantized parameter can be trained, it gets another dtype and other shards.
-                is_number = param.is_floating_point() or param.is_complex()
-                if not is_number or not self._state_type.can_shard(*place):
+                if not is_differentiable(param) or not self._state_type.can_shard(*place):
                     continue
                 sharded = ShardedParam(param, *place)
             found.append(sharded)

@@ -18,11 +18,23 @@ from tests.support.equality import compare
 WHEN = 3
 
 
+def wrap_quantized(dtype: torch.dtype = torch.float32) -> tuple[Quantized, torch.nn.Module]:
+    """Return a module whose matrix may be quantized, and its wrapper, which searches for unused parameters."""
+    torch.manual_seed(1)
+    module = Quantized().to(dtype)
+    module.code = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    return module, ddp(module, find_unused_parameters=True)
+
+
+def thaw_matrix(module: Quantized) -> None:
+    """Train the matrix again, from its values that were written in inference mode."""
+    module.matrix.data = module.matrix.data.clone()
+    module.matrix.requires_grad_(True)
+
+
 def train_with_a_frozen_parameter(how: str, where: str) -> list[Any]:
     """Freeze and change a parameter between two steps; the next forward runs somewhere, or features end before it."""
-    torch.manual_seed(1)
-    module = Quantized()
-    model = ddp(module, find_unused_parameters=True)
+    module, model = wrap_quantized()
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
     records = []
     for step in range(7):
@@ -35,8 +47,7 @@ def train_with_a_frozen_parameter(how: str, where: str) -> list[Any]:
                 with MODES[where]():
                     model(data(step, 5, 5))
         if step == WHEN + 2 and how == "of inference mode":
-            module.matrix.data = module.matrix.data.clone()
-            module.matrix.requires_grad_(True)
+            thaw_matrix(module)
         x = data(step, 5, 5)
         with torch.device("meta") if where == "in a device context" else contextlib.nullcontext():
             loss = model(x).square().mean()
@@ -49,10 +60,7 @@ def train_with_a_frozen_parameter(how: str, where: str) -> list[Any]:
 
 def train_in_bf16(where: str) -> list[Any]:
     """Write a frozen bf16 parameter in inference mode, let the hooks be attached again, and thaw it later."""
-    torch.manual_seed(1)
-    module = Quantized().bfloat16()
-    module.code = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    model = ddp(module, find_unused_parameters=True)
+    module, model = wrap_quantized(torch.bfloat16)
     opt = torch.optim.SGD(module.parameters(), 1e-2)
     records = []
     for step in range(7):
@@ -64,8 +72,7 @@ def train_in_bf16(where: str) -> list[Any]:
             else:
                 change_frozen(module.code, "quantized")
         if step == WHEN + 2:
-            module.matrix.data = module.matrix.data.clone()
-            module.matrix.requires_grad_(True)
+            thaw_matrix(module)
         model(data(step, 5, 5).bfloat16()).square().mean().backward()
         records.append(
             {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -89,9 +96,7 @@ def train_all_in_bf16() -> list[dict[str, Any]]:
 
 def step_a_new_optimizer() -> list[Any]:
     """Step a new optimizer before the first forward in which a parameter is quantized."""
-    torch.manual_seed(1)
-    module = Quantized()
-    model = ddp(module, find_unused_parameters=True)
+    module, model = wrap_quantized()
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
     records = []
     for step in range(6):

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ovpatch.overlap.autograd import is_differentiable
 from ovpatch.overlap.tensors.linear_ops import is_generator_class, make_random_stream
 
 Path = tuple[Any, ...]
@@ -554,7 +555,7 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
         try:
             model.eval()
             for param in params:
-                param.requires_grad_(param.is_floating_point() or param.is_complex())
+                param.requires_grad_(is_differentiable(param))
             # A gate or a projection that starts at zero hides all values that go through it, and so hides differences.
             # Writes to the data have no effect on the version.
             for index, param in enumerate(zeros):
