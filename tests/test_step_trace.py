@@ -90,11 +90,11 @@ STEPS = {
         "files above": 7,
     },
     ("ddp", "dist_optimizer"): {
-        "calls": 209,
-        "functions": 149,
+        "calls": 211,
+        "functions": 150,
         "files": 25,
-        "calls above": 144,
-        "functions above": 116,
+        "calls above": 145,
+        "functions above": 117,
         "files above": 19,
     },
 }
@@ -349,7 +349,7 @@ def test_a_class_has_no_more_methods_and_state(name):
 ROOMS = {
     "ovpatch/overlap/comm": 1533,
     "ovpatch/overlap/data_parallel": 1504,
-    "ovpatch/overlap/tensors": 562,
+    "ovpatch/overlap/tensors": 591,
     "ovpatch/overlap/peer_rpc": 948,
     "plugins/ovpatch_plugins/ddp": 695,
     "plugins/ovpatch_plugins/dist_optimizer": 3638,

@@ -265,12 +265,21 @@ READERS["function in a function"] = Kind(lambda: nn.PReLU(), lambda m: Outer.app
 READERS["functional call"] = Kind(
     linear, lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,))
 )
+
+
+def gradient_of_an_output(model: nn.Module) -> Any:
+    x = torch.ones(6, 6, requires_grad=True)
+    (2 * x).backward(model.weight)
+    return x.grad
+
+
 READERS["func.grad"] = Kind(
     linear, lambda m: torch.func.grad(lambda w: F.linear(X, w).sum() + w.norm())(m.weight)
 )
 READERS["func.grad, captured"] = Kind(
     linear, lambda m: torch.func.grad(lambda x: F.linear(x, m.weight).sum())(X)
 )
+READERS["gradient of an output"] = Kind(linear, gradient_of_an_output)
 READERS["func.vjp"] = Kind(
     linear, lambda m: torch.func.vjp(lambda w: w.square(), m.weight)[1](X.new_ones(6, 6))
 )

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.tensors.pending_param import is_pending, mark_pending, mark_ready
-from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook
+from ovpatch.overlap.tensors.read_hooks import (
+    APPLIES_IN_C,
+    ARGUMENT_HOOKS,
+    READ_HOOKS,
+    ContextHook,
+    ModuleHook,
+)
 from ovpatch.patching import PatchManager
 
 GARBAGE = 1e4
@@ -65,7 +71,7 @@ def stale(model: nn.Module) -> Stale:
 def entrances() -> Iterator[None]:
     """Install the hooks that wait before reads, like a feature."""
     patches = PatchManager()
-    for entrance in READ_HOOKS:
+    for entrance in (*ARGUMENT_HOOKS, *READ_HOOKS):
         patches.register_patch(
             entrance.target,
             wrap=entrance.wrap,

@@ -1,4 +1,4 @@
-"""Lazy tensors are independent of each other, although they share the memory of one zero."""
+"""Lazy tensors are independent of each other, although they share the memory of one element."""
 
 from __future__ import annotations
 

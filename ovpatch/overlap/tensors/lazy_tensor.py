@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,12 +141,14 @@ class LazyTensor(torch.Tensor):
     *all-gather output*. The parameter is *pending* (pending_param.py) until its first read, and is
     then *unsharded*: the original again. Tensors of optimizer state are lazy between steps.
 
-    [Note: lazy by class] The data of a lazy tensor is one zero, expanded to the full shape, and its
-    class shows that the content is elsewhere. Functions that read the shape or kind pass
-    ``__torch_function__``. Before any other function runs, the content is assigned to
+    [Note: lazy by class] The data of a lazy tensor is one *blank* element, expanded to the full
+    shape, and its class shows that the content is elsewhere. Functions that read the shape or kind
+    pass ``__torch_function__``. Before any other function runs, the content is assigned to
     ``tensor.data``, and the class becomes ``Tensor`` again. The object stays the same wherever the
-    script holds it. C++ code that ignores the class finds strides of 0, and torch refuses to write
-    into such a tensor.
+    script holds it. Some C++ functions ignore the class. ``ARGUMENT_HOOKS`` materializes the
+    arguments of those that Python code calls. C++ code without such a hook must not compute with
+    other values unnoticed. In builds of torch for GPUs it cannot access a blank element, and in
+    other builds the element is NaN.
 
     Attributes:
         source: Fetches the content.
@@ -188,7 +191,9 @@ reset_after_fork(sys.modules[__name__], "_lock", threading.RLock)
 
 def materialize(tensors: Iterable[Tensor | None]) -> None:
     """Fetch the content of the lazy tensors among ``tensors``, by one call per source."""
-    lazy_tensors = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
+    # A script may pass a tensor several times.
+    by_id = {id(tensor): tensor for tensor in tensors if isinstance(tensor, LazyTensor)}
+    lazy_tensors = list(by_id.values())
     with ExitStack() as guards:
         # Locks of sources come before the lock of lazy tensors on every path, so that two readers
         # cannot wait for each other.
@@ -242,26 +247,26 @@ def make_lazy(
             and are written to. Default: False.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = _make_expanded_zero(like.shape, like.dtype, like.device, own=own)
+        tensor = _make_blank(like.shape, like.dtype, like.device, own=own)
     return _mark_lazy(tensor, source, key)
 
 
 def make_lazy_(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
     """Make a plain tensor lazy in place, with its own storage, and free its memory."""
-    tensor.data = _make_expanded_zero(tensor.shape, tensor.dtype, tensor.device, own=True)
+    tensor.data = _make_blank(tensor.shape, tensor.dtype, tensor.device, own=True)
     return _mark_lazy(tensor, source, key)
 
 
-def make_lazy_from(tensor: Tensor, zero: Tensor, source: LazySource, key: Any) -> None:
+def make_lazy_from(tensor: Tensor, blank: Tensor, source: LazySource, key: Any) -> None:
     """Make a plain tensor lazy in place, and free its memory.
 
     Args:
         tensor: The tensor. It keeps its attributes and its autograd state.
-        zero: A tensor of the same shape from :func:`expand_zeros`, whose memory it takes.
+        blank: A tensor of the same shape from :func:`expand_blanks`, whose memory it takes.
         source: Fetches the content.
         key: Identifies the tensor to its source.
     """
-    tensor.data = zero
+    tensor.data = blank
     # The attributes come before the class, see `_mark_lazy`. Each gradient of a step passes here,
     # so this function makes no further calls.
     attributes = tensor.__dict__
@@ -270,11 +275,11 @@ def make_lazy_from(tensor: Tensor, zero: Tensor, source: LazySource, key: Any) -
     tensor.__class__ = LazyTensor
 
 
-def expand_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
-    """Return a zero expanded to the shape of each tensor; equal kinds share one object."""
+def expand_blanks(likes: Iterable[Tensor]) -> list[Tensor]:
+    """Return a blank element expanded to the shape of each tensor; equal kinds share one object."""
     kinds = [(like.shape, like.dtype, like.device) for like in likes]
-    zeros_by_kind = {kind: _make_expanded_zero(*kind) for kind in dict.fromkeys(kinds)}
-    return [zeros_by_kind[kind] for kind in kinds]
+    blanks_by_kind = {kind: _make_blank(*kind) for kind in dict.fromkeys(kinds)}
+    return [blanks_by_kind[kind] for kind in kinds]
 
 
 def get_source(tensor: Tensor | None) -> tuple[LazySource | None, Any]:
@@ -303,23 +308,41 @@ def _mark_lazy(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
     return tensor
 
 
-def _make_expanded_zero(
+def _make_blank(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False
 ) -> Tensor:
     # Gradients are enabled because autograd refuses writes to views that were created without, if
     # another input of the write has a graph.
     with outside_modes(), torch.enable_grad():
         if own:
-            return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
+            return _make_blank_element(dtype, device).expand(shape).detach()
         kind = (dtype, device)
-        if kind not in _zeros:
-            _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
+        if kind not in _blanks:
+            _blanks[kind] = _make_blank_element(dtype, device)
         # Each caller gets its own tensor object. A graph that one of them joins affects no other.
-        return _zeros[kind].detach().expand(shape)
+        return _blanks[kind].detach().expand(shape)
 
 
-# One zero per dtype and device, which the lazy tensors without own storage share.
-_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+# One element per dtype and device, which the lazy tensors without own storage share.
+_blanks: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+# Makes the memory of a storage inaccessible. Only builds for GPUs have this function.
+_forbid_access: Final[Callable[[int, str], None] | None] = getattr(
+    torch._C, "_set_storage_data_ptr_access_error_msg", None
+)
+
+_ACCESS_ERROR: Final = (
+    "C++ code reads or writes a tensor whose content is on other ranks, and does not see the tensor's "
+    "class. Pass it tensor.clone() instead, or set OVPATCH_DIST_OPTIMIZER=0."
+)
+
+
+def _make_blank_element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    has_nan = dtype.is_floating_point or dtype.is_complex
+    element = torch.full((), math.nan if has_nan else 0, dtype=dtype, device=device)
+    if _forbid_access is not None:
+        _forbid_access(element.untyped_storage()._cdata, _ACCESS_ERROR)
+    return element
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:

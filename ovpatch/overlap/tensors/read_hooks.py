@@ -1,4 +1,4 @@
-"""Patched functions of torch that wait for pending parameters before they read them."""
+"""Patched functions of torch that get the content of pending parameters and lazy tensors before they read it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ovpatch.overlap.comm.streams import (
     record_numbered_switches,
     record_switches,
 )
+from ovpatch.overlap.tensors.lazy_tensor import iterate_leaves, materialize
 from ovpatch.overlap.tensors.pending_param import (
     PENDING,
     has_dtensors,
@@ -98,6 +99,39 @@ def wrap_to_wait_for_args(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return waiting
+
+
+def wrap_to_fetch_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it first gets the content of all tensors among its arguments.
+
+    It waits for pending parameters and materializes lazy tensors.
+    """
+
+    def fetching(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _fetch((args, kwargs))
+        return original(*args, **kwargs)
+
+    return fetching
+
+
+def _fetch(values: Any) -> None:
+    if PENDING:
+        wait_for_args(values)
+    materialize(iterate_leaves(values))
+
+
+def wrap_make_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's ``_make_grads``, whose results the autograd engine reads, as wrap_to_fetch_args does."""
+
+    def fetching(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        for grad in grads:
+            # Most outputs are losses without a gradient.
+            if grad is not None and not torch.compiler.is_compiling():
+                _fetch(grad)
+        return original(outputs, grads, *args, **kwargs)
+
+    return fetching
 
 
 def wrap_unflatten(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,6 +327,40 @@ APPLIES_IN_C: Final = isinstance(
     vars(torch.autograd.Function).get("apply"), ClassMethodDescriptorType
 )
 
+#: The hooks for C++ functions that ignore the classes of their arguments. ``torch.tensor`` is one, but has none: torch
+#: recognizes it by its identity, to create its tensors on the default device.
+ARGUMENT_HOOKS: Final = (
+    ReadHook(
+        "torch._functorch.eager_transforms._wrap_tensor_for_grad",
+        wrap_to_fetch_args,
+        "sees the arguments of torch.func.grad, vjp, jvp and functions built on them; it calls C++",
+    ),
+    ReadHook(
+        "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
+        wrap_to_fetch_args,
+        "sees the arguments of torch.func.functionalize; it calls C++",
+    ),
+    ReadHook(
+        "torch._functorch.vmap._create_batched_inputs",
+        wrap_to_fetch_args,
+        "sees the arguments of torch.vmap; it calls C++",
+    ),
+    *(
+        ReadHook(
+            f"torch.distributed.distributed_c10d._check_{what}",
+            wrap_to_fetch_args,
+            "sees the tensors of torch.distributed's collectives, alone or in lists, before C++ "
+            "does; before torch 2.13 most collectives ignore the class of their arguments",
+        )
+        for what in ("single_tensor", "tensor_list")
+    ),
+    ReadHook(
+        "torch.autograd._make_grads",
+        wrap_make_grads,
+        "sees the gradients of outputs that backward() and grad() get, before C++ does",
+    ),
+)
+
 #: The hooks for readers that do not see a parameter's class.
 READ_HOOKS: Final = (
     # Builds without CUDA have no streams.
@@ -329,30 +397,6 @@ READ_HOOKS: Final = (
         else "torch._functorch.utils.unwrap_dead_wrappers",
         wrap_to_wait_for_args,
         "gets the arguments of every autograd.Function, whose kernels may read memory; calls C++",
-    ),
-    ReadHook(
-        "torch._functorch.eager_transforms._wrap_tensor_for_grad",
-        wrap_to_wait_for_args,
-        "sees the arguments of torch.func.grad, vjp, jvp and functions built on them; it calls C++",
-    ),
-    ReadHook(
-        "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
-        wrap_to_wait_for_args,
-        "sees the arguments of torch.func.functionalize; it calls C++",
-    ),
-    ReadHook(
-        "torch._functorch.vmap._create_batched_inputs",
-        wrap_to_wait_for_args,
-        "sees the arguments of torch.vmap; it calls C++",
-    ),
-    *(
-        ReadHook(
-            f"torch.distributed.distributed_c10d._check_{what}",
-            wrap_to_wait_for_args,
-            "sees the tensors of torch.distributed's collectives, alone or in lists, before C++ "
-            "does",
-        )
-        for what in ("single_tensor", "tensor_list")
     ),
     ReadHook(
         "torch.distributed.utils._verify_param_shape_across_processes",

@@ -120,6 +120,7 @@ def _register_work(
     """Register the patches that sharded models need, apart from those of optimizers' steps."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from ovpatch.overlap.tensors.read_hooks import ARGUMENT_HOOKS
     from ovpatch_plugins.dist_optimizer.clip_grad import (
         wrap_clip,
         wrap_clip_grad_norm,
@@ -129,6 +130,8 @@ def _register_work(
     from ovpatch_plugins.dist_optimizer.optimizer_attach import OptimizerAttachment, wrap_destroy
 
     optimizers = OptimizerAttachment(options, named)
+    for target, wrap, why, optional in ARGUMENT_HOOKS:
+        patches.register_patch(target, wrap=wrap, optional=optional, why=why)
     # Without overlap no parameter is pending when step() returns.
     if options["overlap_param_gather"]:
         _register_readers(patches)

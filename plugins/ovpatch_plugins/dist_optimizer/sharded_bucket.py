@@ -170,7 +170,7 @@ class ShardedGradBucket(GradBucket):
         )
         self.saved_nbytes = self._in_place_nbytes
         # The tensor without memory that replaces each sharded gradient once it is freed.
-        self._zeros = lazy_tensor.expand_zeros(self._sharded_params)
+        self._blanks = lazy_tensor.expand_blanks(self._sharded_params)
 
         # - Results, kept from one backward to the next
         # The shards of the separate gradients, then one tensor with those of the coalesced ones.
@@ -391,11 +391,11 @@ class ShardedGradBucket(GradBucket):
                 # Only `p.grad` used this memory when the gradient was packed. The collective may
                 # still hold views of it, which the count above takes for users.
                 can_free[place] = can_free[place] or not is_in_shared_memory(grad)
-        for i, index, grad, zero, may_free in zip(
+        for i, index, grad, blank, may_free in zip(
             self._sharded_positions,
             self._sharded_indices,
             grads,
-            self._zeros,
+            self._blanks,
             can_free,
             strict=True,
         ):
@@ -405,7 +405,7 @@ class ShardedGradBucket(GradBucket):
                 self._invalidate_replaced(i, grad)
             if may_free:
                 assert grad is not None
-                lazy_tensor.make_lazy_from(grad, zero, source, index)
+                lazy_tensor.make_lazy_from(grad, blank, source, index)
                 if is_early:
                     self._freed_grads[i] = weakref.ref(grad)
             elif grad is None:
