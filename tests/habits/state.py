@@ -214,7 +214,8 @@ class load_before_the_wrap(Loop):
         self.opt.load_state_dict(self.opt.state_dict())
 
 
-@habit()
+# State that differs by rank: dist_optimizer-reference.md, "Limits".
+@habit(without=LOCAL_STATE)
 class load_another_kinds_state(Loop):
     """Training continues with a new optimizer, after another one was created."""
 

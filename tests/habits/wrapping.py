@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.habits.layers import Then
 from tests.habits.loop import Choice, Loop, Net, habit, loss_of
+from tests.habits.switching import LOCAL_STATE
 
 #: The habits that turn features off while a model is wrapped.
 REVERTS = ("revert", "revert_early", "revert_and_apply", "revert_and_wrap_again")
@@ -101,8 +102,9 @@ class over_a_mesh(Loop):
         return super().values() | {name: p.detach().clone() for name, p in self.__named.items()}
 
 
-# Stock PyTorch mixes up collectives if ranks skip different parameters.
-@habit(without=("skip_unused",))
+# Stock PyTorch mixes up collectives if ranks skip different parameters. A static graph must not change, and the stock
+# reducer searches the last of two forwards only.
+@habit(without=("skip_unused", "static_graph", "static_graph_later", "two_forwards_and_backwards"))
 class unused_at_times(find_unused):
     """A layer is used by some ranks in some steps."""
 
@@ -154,7 +156,8 @@ class static_graph_later(Loop):
         self.model._set_static_graph()
 
 
-@habit()
+# The model may get shards when it is wrapped again, and state must not differ by rank then.
+@habit(without=LOCAL_STATE)
 class comm_hook(Loop):
     """A communication hook of torch reduces the buckets."""
 
@@ -165,7 +168,8 @@ class comm_hook(Loop):
         self.model.register_comm_hook(None, self.__hook)
 
 
-@habit()
+# As "comm_hook".
+@habit(without=LOCAL_STATE)
 class own_comm_hook(Loop):
     """A communication hook of the script reduces the buckets."""
 
