@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 from tests.habits.layers import Then, embed
 from tests.habits.loop import Choice, Loop, call_in_thread, habit, loss_of
-from tests.habits.switching import LOCAL_STATE
 
 
 def _optimizer(
@@ -349,8 +348,7 @@ class no_gradients_in_a_step(Loop):
             self.opt.step()
 
 
-# State that differs by rank: dist_optimizer-reference.md, "Limits".
-@habit(without=LOCAL_STATE)
+@habit()
 class new_optimizer(Loop):
     """Another optimizer trains the parameters after some steps."""
 

@@ -226,11 +226,9 @@ class copy_between_parameters(Loop):
 
 # The stock reducer needs the sparse gradient of a frozen embedding; the reducer of ovpatch does not. After a forward
 # without a backward, it takes the next local backward for the missing one, and raises if that trains a parameter that
-# was frozen in the forward. It thaws the parameters of "frozen" layers, whose gradients stay local.
+# was frozen in the forward.
 @habit(
     without=(
-        "frozen",
-        "frozen_bias",
         "sparse_embedding",
         "sparse_adam",
         "forward_without_backward",

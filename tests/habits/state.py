@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.habits.loop import Choice, Loop, Net, habit
-from tests.habits.switching import LOCAL_STATE
 
 
 def _as_is(value):
@@ -57,8 +56,7 @@ class copy_wrapper(Loop):
             self.see("output", copied(self.batch(step, 8)))
 
 
-# State that differs by rank: dist_optimizer-reference.md, "Limits".
-@habit(without=LOCAL_STATE)
+@habit()
 class continue_with_a_copy(Loop):
     """Training continues with a copy of the model and a new optimizer that loads the state."""
 
@@ -76,8 +74,7 @@ class continue_with_a_copy(Loop):
             self.opt.load_state_dict(self.__copied(old))
 
 
-# State that differs by rank: dist_optimizer-reference.md, "Limits".
-@habit(without=LOCAL_STATE)
+@habit()
 class continue_with_copies_of_both(Loop):
     """Training continues with one copy of model and optimizer."""
 
@@ -116,8 +113,7 @@ class continue_with_pickles_of_both(Loop):
                 self.opt.load_state_dict(states[1])
 
 
-# State that differs by rank: dist_optimizer-reference.md, "Limits".
-@habit(without=LOCAL_STATE)
+@habit()
 class drop_the_optimizer(Loop):
     """The optimizer is deleted, and a new one loads its state."""
 
@@ -214,8 +210,7 @@ class load_before_the_wrap(Loop):
         self.opt.load_state_dict(self.opt.state_dict())
 
 
-# State that differs by rank: dist_optimizer-reference.md, "Limits".
-@habit(without=LOCAL_STATE)
+@habit()
 class load_another_kinds_state(Loop):
     """Training continues with a new optimizer, after another one was created."""
 

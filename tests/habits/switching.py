@@ -6,18 +6,6 @@ from typing import Any
 
 from tests.habits.loop import Choice, Loop, habit
 
-#: The habits after which state differs by rank: dist_optimizer-reference.md, "Limits". Some step with
-#: local gradients on purpose, others because a missing gradient keeps the reduction from its end.
-LOCAL_STATE = (
-    "forward_under_no_sync",
-    "accumulate_at_times",
-    "all_local",
-    "step_in_hooks",
-    "unused_without_a_word",
-    "freeze_later",
-    "replace_a_parameter",
-)
-
 
 @habit()
 class apply_after_the_net(Loop):
@@ -141,7 +129,7 @@ class revert_early(Loop):
         super().start(step)
 
 
-@habit(without=LOCAL_STATE)
+@habit()
 class revert_and_apply(Loop):
     """Features are turned off and on again while a model is wrapped."""
 
@@ -155,7 +143,7 @@ class revert_and_apply(Loop):
             super().turn_on()
 
 
-@habit(without=LOCAL_STATE)
+@habit()
 class revert_and_wrap_again(Loop):
     """Features are turned off and on again, and the model is wrapped again."""
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.habits.layers import Then
 from tests.habits.loop import Choice, Loop, Net, habit, loss_of
-from tests.habits.switching import LOCAL_STATE
 
 #: The habits that turn features off while a model is wrapped.
 REVERTS = ("revert", "revert_early", "revert_and_apply", "revert_and_wrap_again")
@@ -156,8 +155,7 @@ class static_graph_later(Loop):
         self.model._set_static_graph()
 
 
-# The model may get shards when it is wrapped again, and state must not differ by rank then.
-@habit(without=LOCAL_STATE)
+@habit()
 class comm_hook(Loop):
     """A communication hook of torch reduces the buckets."""
 
@@ -168,8 +166,7 @@ class comm_hook(Loop):
         self.model.register_comm_hook(None, self.__hook)
 
 
-# As "comm_hook".
-@habit(without=LOCAL_STATE)
+@habit()
 class own_comm_hook(Loop):
     """A communication hook of the script reduces the buckets."""
 

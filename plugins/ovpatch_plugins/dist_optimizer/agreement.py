@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import (
@@ -32,6 +34,8 @@ from ovpatch.overlap.comm.lifetimes import (
 )
 from ovpatch.overlap.comm.step_communicators import abort_step_communicators, step_communicator
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.pending_param import wait_for_args
 
 #: The longest wait for peers at an optimizer's first step, in seconds. A peer may save a checkpoint
 #: before.
@@ -79,6 +83,13 @@ _LEAVES: Final = 1
 # The rank leaves all models of the process group to torch.
 _ENDS: Final = 2
 
+# Votes are tensors of int32.
+_CONTENT_MASK: Final = (1 << 30) - 1
+# Less than each hash and its negative, so that it changes no maximum.
+_NOT_COMPARED: Final = -(1 << 30)
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # Votes that a rank keeps for slower peers. Hosts of GPUs do not wait in votes, and run ahead by
 # less than this.
 _MAX_KEPT_VOTES: Final = 64
@@ -111,6 +122,29 @@ def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
     return f"{cls.__module__}.{cls.__qualname__} of {len(known)} parameters from {known[0]} to {known[-1]} ({digest})"
 
 
+def hash_content(values: Sequence[Any]) -> int | None:
+    """Return 30 bits that are the same on all ranks if the bits of all plain tensors are.
+
+    The result is None if a tensor is lazy. Its content is the same on all ranks, but the rank would
+    have to read it.
+    """
+    sums = []
+    with outside_modes(), torch.no_grad():
+        wait_for_args(values)
+        for tensor in values:
+            if isinstance(tensor, LazyTensor):
+                return None
+            # Wrapper subclasses have other memory.
+            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+                dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                integers = _INTEGERS.get(dense.element_size())
+                if integers is not None:
+                    # A sum of integers does not depend on the order in which a device adds.
+                    bits = dense.contiguous().view(integers)
+                    sums.append(int(bits.sum(dtype=torch.int64)))
+    return zlib.crc32(repr(sums).encode()) & _CONTENT_MASK
+
+
 @dataclass(frozen=True)
 class Vote:
     """The vote of one rank.
@@ -120,12 +154,15 @@ class Vote:
         text: A description of an optimizer that steps for the first time; "" in other votes.
         outcome: The least outcome that this rank accepts.
         spans_groups: Whether the optimizer has models of several process groups.
+        content: The hash of parameters and state before they get shards (:func:`hash_content`); None if
+            this rank does not compare it.
     """
 
     tag: int
     text: str = ""
     outcome: int = _AGREES
     spans_groups: bool = False
+    content: int | None = None
 
 
 class StepVotes:
@@ -153,6 +190,7 @@ class StepVotes:
             A warning and the report show it for each optimizer that falls back.
         spans_groups: Whether some rank's optimizer of the last vote has models of several process
             groups.
+        is_content_equal: Whether the ranks that compared contents in the last vote had the same.
         has_peers_ahead: Whether peers have voted on other work, and continued with it, while this
             rank has voted on the first step of an optimizer.
         reached: The operations that this rank has begun, by name: the number of the newest one.
@@ -164,6 +202,7 @@ class StepVotes:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.reason = ""
         self.spans_groups = False
+        self.is_content_equal = True
         self.has_peers_ahead = False
         self.reached: dict[str, int] = {VOTES: 0}
         self.inside: dict[str, int] = {}
@@ -177,7 +216,7 @@ class StepVotes:
         self._topic = f"step votes on {device.type}"
         self._timeout_s = wait_limit_s(group, FIRST_STEP_TIMEOUT_S)
         # torch's fake backend has one process for all ranks, so there is no peer to call.
-        self._calls_peers = dist.get_backend(group) != "fake"
+        self.calls_peers = dist.get_backend(group) != "fake"
 
         # - Votes by calls
         # The newest votes of this rank by number, for slower peers.
@@ -198,7 +237,7 @@ class StepVotes:
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         # The votes that this rank has left without waiting for them.
         self._left: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
-        if self._calls_peers:
+        if self.calls_peers:
             withdraw = PeerRpc.for_group(group).register(self._topic, weak_method(self._reply))
             weakref.finalize(self, withdraw)
 
@@ -225,6 +264,7 @@ class StepVotes:
                 steps only.
         """
         self.spans_groups = False
+        self.is_content_equal = True
         self.has_peers_ahead = False
         if self.reason:
             return False
@@ -276,8 +316,13 @@ class StepVotes:
         if number <= self._ended_vote:
             outcome = _ENDS
             self._end(_REASON_MISSING)
+        contents = (
+            (_NOT_COMPARED, _NOT_COMPARED)
+            if vote.content is None
+            else (vote.content, -vote.content)
+        )
         found = torch.tensor(
-            (outcome, vote.spans_groups, vote.tag, -vote.tag),
+            (outcome, vote.spans_groups, vote.tag, -vote.tag, *contents),
             dtype=torch.int32,
             device=self._device,
         )
@@ -309,18 +354,19 @@ class StepVotes:
                     return False
         finally:
             self.inside.pop(VOTES, None)
-        outcome, self.spans_groups, high, low = found.tolist()
+        outcome, self.spans_groups, high, low, high_content, low_content = found.tolist()
+        self.is_content_equal = high_content in (-low_content, _NOT_COMPARED)
         if high != -low:
             self._end(_REASON_ORDER)
         elif outcome == _ENDS:
             # A rank has promised to end this vote to a peer that missed the rank.
             self._end(_REASON_MISSING)
-        return not outcome and not self.reason
+        return not outcome and self.is_content_equal and not self.reason
 
     def _call_peers(self, number: int, own: Vote) -> bool:
         """Call peers until all have cast the vote of a number; return whether ranks agree."""
         group = self._group()
-        if group is None or not self._calls_peers:
+        if group is None or not self.calls_peers:
             return True
         votes = {self._rank: own}
         missing = self._peers
@@ -353,6 +399,7 @@ class StepVotes:
 
     def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
         self.spans_groups = any(vote.spans_groups for vote in votes.values())
+        self.is_content_equal = len({vote.content for vote in votes.values()} - {None}) <= 1
         outcome = max(vote.outcome for vote in votes.values())
         if outcome == _ENDS:
             self._end(_REASON_MISSING)
@@ -367,7 +414,7 @@ class StepVotes:
             self._end(
                 f"ranks step different optimizers, as scripts that shard the work themselves do: {parts}"
             )
-        return not outcome and not self.reason
+        return not outcome and self.is_content_equal and not self.reason
 
     # ---------------------------------------------------------------- ranks that wait for each other
 
@@ -403,7 +450,7 @@ class StepVotes:
             path: The ranks of the chain before it, and this rank.
         """
         group = self._group()
-        if group is None or not self._calls_peers:
+        if group is None or not self.calls_peers:
             return False
         question = {"name": name, "number": number, "path": list(path)}
         try:

@@ -537,7 +537,14 @@ class ShardedGrads(GradSharder, GradSource):
         """
         return self.host_barrier is None and self._world > 1
 
-    def cast_vote(self, tag: int, *, text: str = "", spans_groups: bool = False) -> None:
+    def cast_vote(
+        self,
+        tag: int,
+        *,
+        text: str = "",
+        spans_groups: bool = False,
+        content: int | None = None,
+    ) -> None:
         """Make :attr:`is_local` the same on all ranks, which all call this.
 
         A rank with local gradients waits for no peer, because it continues alone, perhaps forever.
@@ -548,6 +555,7 @@ class ShardedGrads(GradSharder, GradSource):
             tag: The next action of this rank (:func:`.tag_votes`).
             text: The description of an optimizer at its first step.
             spans_groups: Whether the optimizer has models of several process groups.
+            content: The hash of parameters and state before they get shards; None without one.
         """
         # The model also has votes after the script has dropped the wrapper.
         is_sharded = self._reducer_finalizer is not None and not (
@@ -563,7 +571,7 @@ class ShardedGrads(GradSharder, GradSource):
             return
         waits = self.has_step_votes
         self.is_local = not self.votes.agree(
-            Vote(tag, text, int(self.is_local), spans_groups), waits=waits
+            Vote(tag, text, int(self.is_local), spans_groups, content), waits=waits
         )
         if not waits:
             # A rank that alone skips a step casts the same vote a backward later.

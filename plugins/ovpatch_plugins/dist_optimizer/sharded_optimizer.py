@@ -38,7 +38,7 @@ from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads
-from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, list_terms
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, hash_content, list_terms
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.main_params import (
     MainParamsState,
@@ -59,6 +59,11 @@ REASON_LOCAL: Final = (
     "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or "
     "a forward around the "
     "wrapper), or stepped another optimizer over its parameters alone, so ranks may want to differ"
+)
+
+REASON_DIFFERENT: Final = (
+    "its parameters or its state differ between ranks, as after steps with local gradients, so ranks "
+    "may want to differ"
 )
 
 REASON_DETACHED: Final = (
@@ -388,7 +393,7 @@ class ShardedOptimizer:
         if not self._has_voted:
             self._has_voted = True
             return self._agree_at_first(optimizer)
-        return self._vote(self._tags or self._tag_steps(), {})
+        return self._vote(self._tags or self._tag_steps(), {}, {})
 
     def _agree_at_first(self, optimizer: Optimizer) -> str:
         """Agree with peers to shard the optimizer; return the reason for the fallback, or "".
@@ -396,10 +401,16 @@ class ShardedOptimizer:
         Every rank does so, also one that has nothing to update.
         """
         names: dict[ShardedGrads, list[str]] = {}
+        values: dict[ShardedGrads, list[Any]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             place = sharded_grads.find(param)
             if place is not None and place[0].votes is not None:
-                names.setdefault(place[0], []).append(place[0].names[place[1]])
+                model, index = place
+                names.setdefault(model, []).append(model.names[index])
+                if param.requires_grad and model.can_be_sharded(index):
+                    state = optimizer.state.get(param, {})
+                    values.setdefault(model, []).append(param)
+                    values[model] += [state[key] for key in sorted(state, key=str)]
         models = sharded_grads.sort_models(names)
         self._names = {
             model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models
@@ -408,7 +419,12 @@ class ShardedOptimizer:
         tags = tag_votes(
             "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
         )
-        reason = self._vote(tags, descriptions)
+        contents = {
+            model: hash_content(shared)
+            for model, shared in values.items()
+            if model.votes is not None and model.votes.calls_peers
+        }
+        reason = self._vote(tags, descriptions, contents)
         if reason:
             return reason
         # Until ranks agree on the next optimizer, peers may read the state of one that this rank
@@ -430,13 +446,17 @@ class ShardedOptimizer:
         return self._tags
 
     def _vote(
-        self, tags: Mapping[ShardedGrads, int], descriptions: Mapping[ShardedGrads, str]
+        self,
+        tags: Mapping[ShardedGrads, int],
+        descriptions: Mapping[ShardedGrads, str],
+        contents: Mapping[ShardedGrads, int | None],
     ) -> str:
         """Cast a vote for each model; return the reason for the fallback, "" if all ranks agree.
 
         Args:
             tags: The tags, by model.
             descriptions: Descriptions of the optimizer by model, at its first step; {} later.
+            contents: Hashes of its parameters and its state, likewise.
 
         Raises:
             RuntimeError: Peers have passed this vote, and continue with other work.
@@ -451,9 +471,16 @@ class ShardedOptimizer:
         agreed = []
         groups_ahead: set[torch.distributed.ProcessGroup] = set()
         is_local = is_leaving
+        is_different = False
         for model, tag in tags.items():
             model.is_local |= is_leaving
-            model.cast_vote(tag, text=descriptions.get(model, ""), spans_groups=spans_groups)
+            model.cast_vote(
+                tag,
+                text=descriptions.get(model, ""),
+                spans_groups=spans_groups,
+                content=contents.get(model),
+            )
+            is_different |= model.votes is not None and not model.votes.is_content_equal
             is_local |= model.is_local
             if model.is_local and _has_peers_ahead(model):
                 groups_ahead.add(model.group)
@@ -477,7 +504,7 @@ class ShardedOptimizer:
                 model.step_barrier.abort()
                 abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
-        reason = next(filter(None, reasons), REASON_LOCAL)
+        reason = next(filter(None, reasons), REASON_DIFFERENT if is_different else REASON_LOCAL)
         if groups_ahead:
             self._end_sharding(reason)
             # Peers raise at the barrier of steps. This rank would wait for them in its next
