@@ -19,7 +19,7 @@ FAULTS: Final = (
     Fault(
         "C++ functions compute with the zero of a lazy gradient",
         "ovpatch/overlap/tensors/read_hooks.py",
-        "    materialize(iterate_leaves(values))\n",
+        "                    fetch(values)\n",
         "",
         (_SHARDING_TESTS + "test_reads_in_cpp.py",),
     ),

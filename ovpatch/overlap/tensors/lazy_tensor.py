@@ -147,8 +147,7 @@ class LazyTensor(torch.Tensor):
     ``tensor.data``, and the class becomes ``Tensor`` again. The object stays the same wherever the
     script holds it. Some C++ functions ignore the class. ``ARGUMENT_HOOKS`` materializes the
     arguments of those that Python code calls. C++ code without such a hook must not compute with
-    other values unnoticed. In builds of torch for GPUs it cannot access a blank element, and in
-    other builds the element is NaN.
+    other values unnoticed, so the blank element is NaN.
 
     Attributes:
         source: Fetches the content.
@@ -193,6 +192,9 @@ def materialize(tensors: Iterable[Tensor | None]) -> None:
     """Fetch the content of the lazy tensors among ``tensors``, by one call per source."""
     # A script may pass a tensor several times.
     by_id = {id(tensor): tensor for tensor in tensors if isinstance(tensor, LazyTensor)}
+    if not by_id:
+        # Another thread may hold the lock while it waits for peers.
+        return
     lazy_tensors = list(by_id.values())
     with ExitStack() as guards:
         # Locks of sources come before the lock of lazy tensors on every path, so that two readers
@@ -326,23 +328,10 @@ def _make_blank(
 # One element per dtype and device, which the lazy tensors without own storage share.
 _blanks: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-# Makes the memory of a storage inaccessible. Only builds for GPUs have this function.
-_forbid_access: Final[Callable[[int, str], None] | None] = getattr(
-    torch._C, "_set_storage_data_ptr_access_error_msg", None
-)
-
-_ACCESS_ERROR: Final = (
-    "C++ code reads or writes a tensor whose content is on other ranks, and does not see the tensor's "
-    "class. Pass it tensor.clone() instead, or set OVPATCH_DIST_OPTIMIZER=0."
-)
-
 
 def _make_blank_element(dtype: torch.dtype, device: torch.device) -> Tensor:
     has_nan = dtype.is_floating_point or dtype.is_complex
-    element = torch.full((), math.nan if has_nan else 0, dtype=dtype, device=device)
-    if _forbid_access is not None:
-        _forbid_access(element.untyped_storage()._cdata, _ACCESS_ERROR)
-    return element
+    return torch.full((), math.nan if has_nan else 0, dtype=dtype, device=device)
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:

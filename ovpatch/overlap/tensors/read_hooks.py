@@ -17,7 +17,7 @@ from ovpatch.overlap.comm.streams import (
     record_numbered_switches,
     record_switches,
 )
-from ovpatch.overlap.tensors.lazy_tensor import iterate_leaves, materialize
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, materialize
 from ovpatch.overlap.tensors.pending_param import (
     PENDING,
     has_dtensors,
@@ -104,34 +104,43 @@ def wrap_to_wait_for_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_to_fetch_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that it first gets the content of all tensors among its arguments.
 
-    It waits for pending parameters and materializes lazy tensors.
+    It waits for pending parameters, and materializes lazy tensors that are arguments or elements of
+    a list or tuple.
     """
 
     def fetching(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            _fetch((args, kwargs))
+            if PENDING:
+                wait_for_args((args, kwargs))
+            for value in (*args, *kwargs.values()):
+                values = value if isinstance(value, (tuple, list)) else (value,)
+                # Each collective passes here, and mostly without a lazy tensor. So this line makes
+                # no call of Python, which Dynamo would compile after a graph break.
+                if LazyTensor in map(type, values):
+                    fetch = materialize
+                    if _DYNAMO in sys.modules:
+                        fetch = torch.compiler.disable(materialize)
+                    fetch(values)
         return original(*args, **kwargs)
 
     return fetching
 
 
-def _fetch(values: Any) -> None:
-    if PENDING:
-        wait_for_args(values)
-    materialize(iterate_leaves(values))
+_DYNAMO: Final = "torch._dynamo.eval_frame"
 
 
 def wrap_make_grads(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch's ``_make_grads``, whose results the autograd engine reads, as wrap_to_fetch_args does."""
+    fetching = wrap_to_fetch_args(original)
 
-    def fetching(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    def fetching_given(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         for grad in grads:
-            # Most outputs are losses without a gradient.
-            if grad is not None and not torch.compiler.is_compiling():
-                _fetch(grad)
+            if grad is not None:
+                return fetching(outputs, grads, *args, **kwargs)
+        # The outputs are losses without a gradient.
         return original(outputs, grads, *args, **kwargs)
 
-    return fetching
+    return fetching_given
 
 
 def wrap_unflatten(original: Callable[..., Any]) -> Callable[..., Any]:
