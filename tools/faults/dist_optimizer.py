@@ -168,8 +168,8 @@ FAULTS: Final = (
     Fault(
         "a vote does not report that a rank leaves",
         _SHARDING + "agreement.py",
-        "(outcome, vote.spans_groups, vote.tag, -vote.tag)",
-        "(_AGREES, vote.spans_groups, vote.tag, -vote.tag)",
+        "(outcome, vote.spans_groups, vote.tag, -vote.tag, ",
+        "(_AGREES, vote.spans_groups, vote.tag, -vote.tag, ",
         (
             _SHARDING_TESTS
             + "test_local_afterwards.py::test_one_rank_alone_may_add_local_gradients",
