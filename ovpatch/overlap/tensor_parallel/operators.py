@@ -1,23 +1,20 @@
 """The operators on rows: a linear whose weight is sharded over the ranks, with its collective.
 
-Each operator is defined here once. :mod:`.tp_autograd` computes it eagerly; a ``torch.library`` has it for
-torch.compile.
+Each operator is defined here once, and :mod:`.tp_autograd` computes it. Compiled graphs have operators of their own, in
+:mod:`.graph_operators`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-from ovpatch.overlap.tensor_parallel import operator_counts, tp_group
-from ovpatch.overlap.tensor_parallel.layout import from_rows, get_local, to_rows, wrap_grad
-from ovpatch.overlap.tensor_parallel.schedules import Schedule, parse_schedule
+from ovpatch.overlap.tensor_parallel.layout import get_local, wrap_grad
+from ovpatch.overlap.tensor_parallel.schedules import Schedule
 from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, compute_weight_grad, linear
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, autocast_dtype
@@ -151,7 +148,7 @@ class LocalLinear:
     interface of the other operators. ``m`` is a rank's number of rows, ``M = world * m``.
 
     Attributes:
-        name: The name in :data:`OPERATORS` and in ``torch.ops.ovpatch``.
+        name: The name in :data:`OPERATORS`.
         sums_input_grad: Whether ranks sum the input's gradient, in ``request.input_grad_dtype``.
         gathers_rows: Whether outputs have the rows of all ranks.
         gathers_grad: Whether outputs have the rows of one rank, so that backward gathers their gradient. All ranks then
@@ -315,190 +312,3 @@ def _share_bias(bias: Tensor | None, ranks: TPGroup) -> Tensor | None:
     training has let these copies drift apart, and equal copies give the bits of stock PyTorch.
     """
     return None if bias is None else bias / ranks.world
-
-
-# --- for torch.compile ---
-
-
-_FORWARD: Final = (
-    "(Tensor x, Tensor weight, Tensor? bias, str group, str schedule, str dtype) -> Tensor"
-)
-_BACKWARD: Final = (
-    "(Tensor grad, Tensor x, Tensor weight, str group, str schedule, str dtype, "
-    "bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]"
-)
-
-# The operators live as long as this object.
-_LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")
-
-
-class CustomOp:
-    """An operator that is opaque to the compiler.
-
-    [Note: opaque to the compiler] A traced collective becomes a node that waits before the next node reads its result,
-    which ends the overlap inside an operator. The handle of a collective cannot be traced at all. So a graph gets one
-    node, which computes at run time as the eager operator does. The node takes the group by name, because operators
-    take no objects. Backward gathers this rank's rows again.
-    """
-
-    def __init__(self, operator: LocalLinear) -> None:
-        self._operator = operator
-        self._forward = self._define("", _FORWARD, self._compute, self._fake)
-        self._backward = self._define("_backward", _BACKWARD, self._compute_grads, self._fake_grads)
-        name = f"ovpatch::{operator.name}"
-        torch.library.register_autograd(
-            name, self._differentiate, setup_context=_save_inputs, lib=_LIBRARY
-        )
-        torch.library.register_autograd(f"{name}_backward", _refuse_second_derivative, lib=_LIBRARY)
-
-    def _define(
-        self, suffix: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
-    ) -> Any:
-        name = self._operator.name + suffix
-        # torch.library.custom_op would check results at each call, which takes host time.
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ovpatch::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.ovpatch, name).default
-
-    def __call__(self, *args: Any) -> Tensor:
-        """Compute the operator of rows; :data:`_FORWARD` lists the arguments."""
-        result: Tensor = self._forward(*args)
-        return result
-
-    def _compute(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
-    ) -> Tensor:
-        # A graph calls no code of the feature, so the operator counts itself.
-        operator_counts.counts.calls += 1
-        operator_counts.counts.compiled_calls += 1
-        return self._operator.forward(
-            parse_schedule(schedule), _find_ranks(group, x), x, weight, bias
-        )
-
-    def _fake(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
-    ) -> Tensor:
-        rows, world = x.shape[0], _find_group(group).size()
-        rows = (
-            rows * world
-            if self._operator.gathers_rows
-            else rows // world
-            if self._operator.gathers_grad
-            else rows
-        )
-        return x.new_empty((rows, weight.shape[0]))
-
-    def _compute_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        *needs: bool,
-    ) -> list[Tensor]:
-        needs_input, needs_weight, needs_bias = needs
-        # The weight represents the bias, because only the dtype of a bias matters here.
-        params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
-        compute_weight_grads = params.compute_weights if needs_weight else None
-        input_grad_dtype = getattr(torch, dtype) if needs_input else None
-        request = ColumnGrads(
-            [grad.contiguous()],
-            x,
-            [weight],
-            compute_weight_grads,
-            input_grad_dtype,
-            regathers=True,
-        )
-        input_grad = self._operator.backward(
-            parse_schedule(schedule), _find_ranks(group, x), request, params
-        )
-        grads = (input_grad, *params.weights, *params.biases)
-        return [grad for grad in grads if grad is not None]
-
-    def _fake_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        *needs: bool,
-    ) -> list[Tensor]:
-        needs_input, needs_weight, needs_bias = needs
-        sum_dtype = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
-        result = [torch.empty_like(x, dtype=sum_dtype)] if needs_input else []
-        result += [torch.empty_like(weight)] if needs_weight else []
-        return [*result, weight.new_empty(weight.shape[0])] if needs_bias else result
-
-    def _differentiate(self, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gathers_grad = self._operator.gathers_grad
-        # If the output's gradient is not gathered, the compiler can fuse the sum of the bias's gradient below.
-        needs = (needs_input, needs_weight, needs_bias and gathers_grad)
-        result = list(self._backward(grad, x, weight, *ctx.rest, *needs)) if any(needs) else []
-        input_grad = result.pop(0).to(x.dtype) if needs_input else None
-        weight_grad = result.pop(0) if needs_weight else None
-        bias_grad = None if not needs_bias else result.pop(0) if gathers_grad else grad.sum(0)
-        return input_grad, weight_grad, bias_grad, None, None, None
-
-
-def compute_linear(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup,
-    dim: int,
-    schedule: Schedule,
-) -> Tensor:
-    """Compute a linear as a node of a graph.
-
-    Args:
-        operator: A name of :data:`OPERATORS`.
-        x: The input, ``[.., s, .., k]``.
-        weight: This rank's shard of the weight, ``[n, k]``.
-        bias: This rank's bias, ``[n]`` or None.
-        group: The process group.
-        dim: The dimension of the input that comes first in rows.
-        schedule: The order of GEMMs and collectives.
-    """
-    if operator == LocalLinear.name:
-        return torch.nn.functional.linear(x, weight, bias)
-    rows, (gemm_weight,), (gemm_bias,) = cast_operands(
-        x.device.type, to_rows(x, dim), [weight], [bias]
-    )
-    result = _CUSTOM_OPS[operator](
-        rows, gemm_weight, gemm_bias, group.group_name, schedule.name, str(x.dtype)[6:]
-    )
-    return from_rows(result, x.shape, dim)
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError(
-        "a tensor-parallel linear of a compiled graph cannot be differentiated twice: set "
-        "OVPATCH_TP_LINEAR_COMPILED=0"
-    )
-
-
-def _find_group(name: Any) -> dist.ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)
-
-
-def _find_ranks(group: str, x: Tensor) -> TPGroup:
-    return tp_group.get_tp_group(_find_group(group), x.device)
-
-
-# A local linear sends nothing, so the compiler can trace the linear itself.
-_CUSTOM_OPS: Final = {
-    name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name
-}

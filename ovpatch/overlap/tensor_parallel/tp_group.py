@@ -162,10 +162,30 @@ def get_generation() -> int:
     return _generation
 
 
+# The generation in which the ranks of a group agreed on the settings, by the name of the group.
+_agreed_generations: dict[str, int] = {}
+
+
+def record_agreement(group: dist.ProcessGroup) -> None:
+    """Record that the ranks of a group have agreed on the settings, so that graphs may contain its operators."""
+    _agreed_generations[group.group_name] = get_generation()
+
+
+def has_agreed(group: str) -> bool:
+    """Return whether the ranks of a group have agreed on the current settings."""
+    return _agreed_generations.get(group) == get_generation()
+
+
+def list_agreed_groups() -> list[str]:
+    """Return the names of the groups whose ranks have agreed on the current settings, sorted."""
+    return sorted(filter(has_agreed, _agreed_generations))
+
+
 def drop_tp_groups() -> None:
     """Drop all :class:`TPGroup` objects, and make ranks compare their settings again."""
     global _generation
     _generation += 1
+    _agreed_generations.clear()
     drop_values(TPGroup)
 
 

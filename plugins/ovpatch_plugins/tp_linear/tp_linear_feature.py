@@ -33,6 +33,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches. They wait until the script imports their target, because that import takes long."""
     _settings.clear()
     _settings.update(options)
+    _registrars[:] = [patches]
     for name in ("ColwiseParallel", "RowwiseParallel"):
         patches.register_patch(
             f"{_STYLE}.{name}._apply",
@@ -76,8 +77,9 @@ def list_remarks() -> Sequence[str]:
     return remarks
 
 
-# The options, until the first parallel module needs them.
+# The options and the patch manager, until the first parallel module needs them.
 _settings: dict[str, Any] = {}
+_registrars: list[Registrar] = []
 
 
 def _wrap(apply_style: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -112,7 +114,22 @@ def _load_attach() -> Any:
 
     if not STATE.is_on:
         STATE.turn_on(_settings)
+        if _settings["compiled"]:
+            _add_graph_pass(STATE.config.schedule.name)
     return tp_linear_attach
+
+
+def _add_graph_pass(schedule: str) -> None:
+    """Add the pass to Inductor. This is not done by ``register``, because Inductor takes a second to import."""
+    from ovpatch.overlap.tensor_parallel.graph_pass import InstalledPass
+
+    (patches,) = _registrars
+    patches.register_hook(
+        "Inductor's pass post_grad_custom_pre_pass",
+        functools.partial(InstalledPass, schedule),
+        why="fuses collectives with their GEMMs in compiled graphs",
+    )
+    patches.apply()
 
 
 hooks = make_feature_hooks(
