@@ -114,11 +114,11 @@ def compiled_llama() -> list[Record]:
     return trained(model, run, 2)
 
 
-def compiled_blocks(backend: str = "graphs", layers: int = 2, local: bool = False) -> list[Record]:
+def compiled_blocks(backend: str = "graphs", layers: int = 2) -> list[Record]:
     """Train blocks without a head: in torch 2.13, an eager head after compiled blocks raises in its backward."""
     torch._dynamo.reset()
     model = Llama(layers=layers).to(device(), torch.float64)
-    model = parallel_llama(model, mesh(), local=local).layers
+    model = parallel_llama(model, mesh()).layers
     blocks = [compile_by(backend, block) for block in model]
 
     def run(step: int) -> tuple[Tensor, dict[str, Any]]:
@@ -137,10 +137,7 @@ def test_shared_gathers_in_a_model_and_in_blocks_compiled_one_by_one(ranks):
     cases = {
         # A block has four operators, forward and backward; the head has one.
         compiled_llama: {"compiled_calls": 2 * 2 * (4 + 1)},
-        compiled_blocks: (
-            {"": {}, "local": {"local": True}},
-            {"compiled_calls": 2 * 2 * 2 * 4, "stock_calls": 0},
-        ),
+        compiled_blocks: {"compiled_calls": 2 * 2 * 2 * 4, "stock_calls": 0},
     }
     check_same(ranks(2), cases, options=FUSED)
 
