@@ -1,11 +1,11 @@
 """A pass over Inductor's graphs that fuses collectives with the GEMMs of their rows.
 
-It turns ``all_gather -> GEMMs`` and ``GEMM (+ GEMM ..) -> reduce_scatter`` into the operators of
-:mod:`.graph_operators`. Every other pattern stays in the graph unchanged.
+It turns ``all_gather -> GEMMs`` and ``GEMM (+ GEMM ..) -> reduce_scatter`` into operators of :mod:`.operators`. Every
+other pattern stays in the graph unchanged.
 
 [Note: rows of a graph] A collective concatenates the rows of ranks, rank after rank. DTensor shards a sequence that
 comes after a batch dimension, so a ``split`` and a ``cat`` move the ranks between both: rows are then
-``[blocks, world, m // blocks]``. An operator has its rows rank after rank, and the pass permutes the others.
+``[blocks, world, m // blocks]``. An operator has its rows rank after rank, so the pass permutes rows in blocks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ovpatch.overlap.tensor_parallel import graph_operators, tp_group
-from ovpatch.overlap.tensor_parallel.graph_operators import (
-    GATHER_LINEARS,
-    LINEARS_SCATTER,
-    find_group,
-)
+from ovpatch.overlap.tensor_parallel import operators, tp_group
+from ovpatch.overlap.tensor_parallel.operators import GATHER_LINEARS, LINEARS_SCATTER
 
 _ATEN: Final = torch.ops.aten
 _COLLECTIVES: Final = torch.ops._c10d_functional
+
+_ALL_GATHER: Final = _COLLECTIVES.all_gather_into_tensor.default
+_REDUCE_SCATTER: Final = _COLLECTIVES.reduce_scatter_tensor.default
 
 _RESHAPES: Final = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 
@@ -61,21 +60,20 @@ class FusionPass(CustomGraphPass):
         for wait in list(
             graph.find_nodes(op="call_function", target=_COLLECTIVES.wait_tensor.default)
         ):
-            collective = wait.args[0]
+            collective: Any = wait.args[0]
             if not _can_fuse(wait, collective):
                 continue
-            if collective.target is _COLLECTIVES.all_gather_into_tensor.default:
+            fused: _Gather | _Scatter | None
+            if collective.target is _ALL_GATHER:
                 fused = _match_gather(graph, wait, collective)
-            elif collective.target is _COLLECTIVES.reduce_scatter_tensor.default:
-                fused = _match_scatter(wait, collective)
             else:
-                continue
+                fused = _match_scatter(wait, collective)
             if fused is not None:
                 fused.rewrite(graph, self._schedule)
 
     def uuid(self) -> Any:
         """Return the key of this pass in the cache of compiled graphs."""
-        source = get_hash_for_files((__file__, graph_operators.__file__))
+        source = get_hash_for_files((__file__, operators.__file__))
         return "ovpatch", self._schedule, tuple(tp_group.list_agreed_groups()), source
 
 
@@ -83,27 +81,24 @@ def _can_fuse(wait: Node, collective: Any) -> bool:
     """Return whether a collective is one of an agreed group, on rows of a static shape that a GEMM can read."""
     if not isinstance(collective, Node) or collective.op != "call_function":
         return False
-    group = collective.args[-1]
-    # The dtype and all shapes are known before the graph runs.
-    for node in (collective.args[0], wait):
-        if (
-            not isinstance(node, Node)
-            or len(_shape(node)) < 2
-            or not _dtype(node).is_floating_point
-        ):
-            return False
-    if not isinstance(group, str) or not tp_group.has_agreed(group):
+    args: Any = collective.args
+    if collective.target not in (_ALL_GATHER, _REDUCE_SCATTER):
         return False
-    waits = [user for user in collective.users if user.target is wait.target]
-    return waits == [wait] and find_group(group).size() == collective.args[-2] > 1
+    rows, *_, world, group = args
+    # The dtype and all sizes must be known before the graph runs.
+    if any(len(_shape(node)) < 2 or not _dtype(node).is_floating_point for node in (rows, wait)):
+        return False
+    if world < 2 or group not in tp_group.list_agreed_groups():
+        return False
+    return [user for user in collective.users if user.target is wait.target] == [wait]
 
 
 # - What nodes compute
 
 
-def _shape(node: Node) -> tuple[int, ...]:
-    """Return the static shape of a node's tensor; ``()`` for any other node."""
-    value = node.meta.get("val")
+def _shape(node: Any) -> tuple[int, ...]:
+    """Return the static shape of a node's tensor; ``()`` for anything else."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, FakeTensor) or not all(isinstance(size, int) for size in value.shape):
         return ()
     return tuple(value.shape)
@@ -133,6 +128,7 @@ class _Gemm:
 
     @property
     def params(self) -> list[Node]:
+        """The weight, and the bias if there is one."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
@@ -168,10 +164,12 @@ class _Regrouping:
 
     @property
     def source(self) -> Any:
+        """The tensor that is split."""
         return self.split.args[0]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        """All nodes."""
         return (self.split, *self.parts, self.cat)
 
 
@@ -179,25 +177,23 @@ def _parse_regrouping(split: Any, world: int) -> _Regrouping | None:
     """Return the regrouping that begins with a node; None if there is none."""
     if not isinstance(split, Node) or split.target is not _ATEN.split.Tensor or split.kwargs:
         return None
-    source, size, *dims = split.args
-    split_dim = dims[0] if dims else 0
-    shape = _shape(source) if isinstance(source, Node) else ()
     parts = tuple(split.users)
     cats = {user for part in parts for user in part.users}
-    if not shape or not isinstance(size, int) or shape[split_dim] != size * world:
-        return None
-    if len(cats) != 1:
+    if len(cats) != 1 or any(part.target is not operator.getitem for part in parts):
         return None
     (cat,) = cats
     if cat.target is not _ATEN.cat.default or cat.kwargs:
         return None
-    given, *dims = cat.args
-    # All parts, once each and in the order of the ranks.
-    if [part.args[1:] for part in given] != [(rank,) for rank in range(world)]:
+    split_args: Any = split.args
+    cat_args: Any = cat.args
+    source, size, split_dim = (*split_args, 0)[:3]
+    given, cat_dim = (*cat_args, 0)[:2]
+    shape = _shape(source)
+    if not shape or not isinstance(size, int) or shape[split_dim] != size * world:
         return None
-    if set(given) != set(parts) or any(part.target is not operator.getitem for part in parts):
+    # The cat has all parts, once each and in the order of the ranks.
+    if set(given) != set(parts) or [part.args[1] for part in given] != list(range(world)):
         return None
-    cat_dim = dims[0] if dims else 0
     return _Regrouping(split, parts, cat, split_dim % len(shape), cat_dim % len(shape))
 
 
@@ -401,17 +397,18 @@ class _Scatter:
 
 
 def _match_scatter(wait: Node, collective: Node) -> _Scatter | None:
-    summed, reduction, world, _ = collective.args
-    if reduction != "sum" or not isinstance(summed, Node):
+    args: Any = collective.args
+    node, reduction, world, _ = args
+    if reduction != "sum":
         return None
     nodes: list[Node] = []
-    node, blocks = summed, 1
+    blocks = 1
     while _is_reshape_of_rows(node) and len(node.users) == 1:
         nodes.append(node)
         node = node.all_input_nodes[0]
     if node.target is _ATEN.cat.default:
         split = next(iter(node.all_input_nodes[0].all_input_nodes), None)
-        regrouping = _parse_regrouping(split, _as_int(world))
+        regrouping = _parse_regrouping(split, world)
         if regrouping is None or not _scatters_after(regrouping) or len(node.users) != 1:
             return None
         nodes += regrouping.nodes
@@ -437,17 +434,13 @@ def _match_scatter(wait: Node, collective: Node) -> _Scatter | None:
     return _Scatter(wait, collective, nodes, gemms, blocks)
 
 
-def _as_int(world: Any) -> int:
-    return int(world)
-
-
 def _scatters_after(regrouping: _Regrouping) -> bool:
     """Return whether a regrouping moves the ranks from another dimension before the features to the first one."""
     return regrouping.cat_dim == 0 and regrouping.split_dim < len(_shape(regrouping.cat)) - 1
 
 
 def _is_sum(node: Node) -> bool:
-    """Return whether a node adds two tensors of its own shape and dtype."""
+    """Return whether a node adds two tensors of the shape and dtype of the sum."""
     terms = node.all_input_nodes
     if node.target is not _ATEN.add.Tensor or node.kwargs or len(terms) != 2:
         return False
@@ -456,7 +449,7 @@ def _is_sum(node: Node) -> bool:
     )
 
 
-# - Installing
+# - Among the passes of Inductor
 
 
 class InstalledPass:

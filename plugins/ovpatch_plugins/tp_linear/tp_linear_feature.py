@@ -33,7 +33,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches. They wait until the script imports their target, because that import takes long."""
     _settings.clear()
     _settings.update(options)
-    _registrars[:] = [patches]
+    _Registration.patches = patches
     for name in ("ColwiseParallel", "RowwiseParallel"):
         patches.register_patch(
             f"{_STYLE}.{name}._apply",
@@ -77,9 +77,14 @@ def list_remarks() -> Sequence[str]:
     return remarks
 
 
-# The options and the patch manager, until the first parallel module needs them.
+# The options, until the first parallel module needs them.
 _settings: dict[str, Any] = {}
-_registrars: list[Registrar] = []
+
+
+class _Registration:
+    """The patch manager of the newest :func:`register`, until the first parallel module needs it."""
+
+    patches: Registrar
 
 
 def _wrap(apply_style: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -123,7 +128,7 @@ def _add_graph_pass(schedule: str) -> None:
     """Add the pass to Inductor. This is not done by ``register``, because Inductor takes a second to import."""
     from ovpatch.overlap.tensor_parallel.graph_pass import InstalledPass
 
-    (patches,) = _registrars
+    patches = _Registration.patches
     patches.register_hook(
         "Inductor's pass post_grad_custom_pre_pass",
         functools.partial(InstalledPass, schedule),

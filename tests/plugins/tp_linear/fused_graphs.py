@@ -22,7 +22,7 @@ def run_installed_pass(graph: Graph) -> None:
 
 
 def make_backend(run_pass: Pass = run_installed_pass, codes: list[str] | None = None) -> Any:
-    """Return a backend whose graphs are those of Inductor after a pass.
+    """Return a backend that runs a pass on the graphs that Inductor would get.
 
     Args:
         run_pass: The pass.

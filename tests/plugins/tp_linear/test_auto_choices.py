@@ -10,14 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.overlap.kernels.autotuner import Autotuner, Choice, Tuning
 from ovpatch.overlap.tensor_parallel import tp_group
-from ovpatch.overlap.tensor_parallel.graph_operators import GATHER_LINEARS, LINEARS_SCATTER
-from ovpatch.overlap.tensor_parallel.operators import OPERATORS
+from ovpatch.overlap.tensor_parallel.operators import GATHER_LINEARS, LINEARS_SCATTER, OPERATORS
 from ovpatch.overlap.tensor_parallel.schedule_table import MEASURED_NAMES
 from ovpatch.overlap.tensor_parallel.schedules import (
     Schedule,

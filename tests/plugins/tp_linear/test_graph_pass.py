@@ -17,8 +17,8 @@ from torch.fx import Graph
 
 import ovpatch
 from ovpatch.overlap.tensor_parallel import graph_pass, tp_group
-from ovpatch.overlap.tensor_parallel.graph_operators import GATHER_LINEARS, LINEARS_SCATTER
 from ovpatch.overlap.tensor_parallel.graph_pass import FusionPass, InstalledPass
+from ovpatch.overlap.tensor_parallel.operators import GATHER_LINEARS, LINEARS_SCATTER
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.tp_linear.arms import SCHEDULES, apply, draw, mesh
 from tests.plugins.tp_linear.fused_graphs import make_backend
@@ -227,9 +227,7 @@ def test_patterns_of_all_layouts_are_fused(ranks, schedule):
 
 @RARELY
 def test_patterns_of_three_ranks_are_fused(ranks):
-    cases = {
-        pattern.__name__: {"pattern": pattern, "dim": 1, "shape": (2, 6)} for pattern in FUSED
-    }
+    cases = {pattern.__name__: {"pattern": pattern, "dim": 1, "shape": (2, 6)} for pattern in FUSED}
     expected = {pattern.__name__: count for pattern, count in FUSED.items()}
     check_patterns(ranks(3)(run_patterns, cases, timeout=300), expected)
 
@@ -301,9 +299,7 @@ def test_passes_that_the_script_sets_later_stay():
 
 
 def test_one_pass_that_runs_two_for_older_versions_of_torch(monkeypatch):
-    monkeypatch.delattr(
-        graph_pass.custom_graph_pass, "get_custom_graph_passes", raising=False
-    )
+    monkeypatch.delattr(graph_pass.custom_graph_pass, "get_custom_graph_passes", raising=False)
     config.post_grad_custom_pre_pass = script = ScriptPass()
     installed = InstalledPass("bulk")
     both = config.post_grad_custom_pre_pass
