@@ -32,7 +32,7 @@ _COLLECTIVES: Final = torch.ops._c10d_functional
 _ALL_GATHER: Final = _COLLECTIVES.all_gather_into_tensor.default
 _REDUCE_SCATTER: Final = _COLLECTIVES.reduce_scatter_tensor.default
 
-_RESHAPES: Final = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+_RESHAPES: Final = (_ATEN.view.default, _ATEN.reshape.default)
 
 # The nodes that compute a weight or a bias of a GEMM from a parameter. They only read, so they can move up.
 _MOVABLE: Final = (
