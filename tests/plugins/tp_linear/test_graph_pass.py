@@ -31,7 +31,9 @@ Pattern = Callable[..., Tensor]
 
 
 def gather(x: Tensor, dim: int) -> Tensor:
-    return functional.all_gather_tensor(x, dim, dist.group.WORLD)
+    full = functional.all_gather_tensor(x, 0, dist.group.WORLD)
+    # In torch 2.11, Dynamo does not trace the function by which all_gather_tensor moves the ranks.
+    return torch.cat(full.chunk(dist.get_world_size(), 0), dim) if dim else full
 
 
 def scatter(y: Tensor, dim: int, reduction: str = "sum") -> Tensor:
