@@ -65,8 +65,8 @@ def test_the_help_of_the_option_comes_from_the_table():
 
 @pytest.mark.parametrize("info", SCHEDULES, ids=lambda info: info.name)
 def test_every_schedule_has_one_object_and_a_text_that_graphs_keep(info):
-    schedule = find_schedule(info.name, 4, regathers=True)
-    assert find_schedule(info.name, 4, regathers=True) is schedule
+    schedule = find_schedule(info.name, 4)
+    assert find_schedule(info.name, 4) is schedule
     assert parse_schedule(schedule.name) is schedule
     assert schedule.name == (f"{info.name}4" if info.takes_chunks else info.name)
     assert (find_schedule(info.name, 3) is schedule) is not info.takes_chunks

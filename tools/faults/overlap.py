@@ -42,6 +42,20 @@ FAULTS: Final = (
         ("tests/plugins/tp_linear/test_drifted_copies.py",),
     ),
     Fault(
+        "rows of a compiled graph are permuted as if blocks were ranks",
+        "ovpatch/overlap/tensor_parallel/graph_pass.py",
+        "insert.swap(output, world, blocks)",
+        "insert.swap(output, blocks, world)",
+        ("tests/plugins/tp_linear/test_graph_pass.py",),
+    ),
+    Fault(
+        "compiled graphs have operators of groups that have not agreed",
+        "ovpatch/overlap/tensor_parallel/graph_pass.py",
+        "if world < 2 or group not in tp_group.list_agreed_groups():",
+        "if world < 2:",
+        ("tests/plugins/tp_linear/test_graph_pass.py",),
+    ),
+    Fault(
         "a pipeline starts a receive later than its order allows",
         _PIPELINING + "ir.py",
         "limit = ahead + (step.receive is not None)",

@@ -9,8 +9,8 @@ class OperatorCounts(Protocol):
     """The counters that operators add to.
 
     Attributes:
-        calls: Forward passes through operators of compiled graphs. The callers of eager operators count those.
-        compiled_calls: The same forward passes through compiled graphs.
+        calls: Operators of compiled graphs that ran. The callers of eager operators count those.
+        compiled_calls: The same operators of compiled graphs, forward and backward.
         fused: GEMMs that the kernels of schedule ``fused`` computed, forward and backward.
         copied: Gathers and sums whose rows copy engines moved, forward and backward.
     """

@@ -1,7 +1,7 @@
 """The operators on rows: a linear whose weight is sharded over the ranks, with its collective.
 
-Each operator is defined here once. :mod:`.tp_autograd` computes it eagerly; a ``torch.library`` has it for
-torch.compile.
+Each operator is defined here once, and :mod:`.tp_autograd` computes it. :mod:`.graph_pass` puts two operators without
+gradients into compiled graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ovpatch.overlap.tensor_parallel import operator_counts, tp_group
-from ovpatch.overlap.tensor_parallel.layout import from_rows, get_local, to_rows, wrap_grad
+from ovpatch.overlap.tensor_parallel.layout import get_local, wrap_grad
 from ovpatch.overlap.tensor_parallel.schedules import Schedule, parse_schedule
 from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, compute_weight_grad, linear
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
@@ -151,7 +151,7 @@ class LocalLinear:
     interface of the other operators. ``m`` is a rank's number of rows, ``M = world * m``.
 
     Attributes:
-        name: The name in :data:`OPERATORS` and in ``torch.ops.ovpatch``.
+        name: The name in :data:`OPERATORS`.
         sums_input_grad: Whether ranks sum the input's gradient, in ``request.input_grad_dtype``.
         gathers_rows: Whether outputs have the rows of all ranks.
         gathers_grad: Whether outputs have the rows of one rank, so that backward gathers their gradient. All ranks then
@@ -317,180 +317,85 @@ def _share_bias(bias: Tensor | None, ranks: TPGroup) -> Tensor | None:
     return None if bias is None else bias / ranks.world
 
 
-# --- for torch.compile ---
-
-
-_FORWARD: Final = (
-    "(Tensor x, Tensor weight, Tensor? bias, str group, str schedule, str dtype) -> Tensor"
-)
-_BACKWARD: Final = (
-    "(Tensor grad, Tensor x, Tensor weight, str group, str schedule, str dtype, "
-    "bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]"
-)
+# --- for compiled graphs ---
+#
+# A traced collective becomes a node that waits before the next node reads its result, which ends the overlap inside an
+# operator. The handle of a collective cannot be traced at all. So a graph gets one node for GEMMs and their collective,
+# which computes at run time as the eager operators do. A node takes its group and its schedule by name, because graphs
+# keep no objects.
 
 # The operators live as long as this object.
 _LIBRARY: Final = torch.library.Library("ovpatch", "FRAGMENT")
 
 
-class CustomOp:
-    """An operator that is opaque to the compiler.
-
-    [Note: opaque to the compiler] A traced collective becomes a node that waits before the next node reads its result,
-    which ends the overlap inside an operator. The handle of a collective cannot be traced at all. So a graph gets one
-    node, which computes at run time as the eager operator does. The node takes the group by name, because operators
-    take no objects. Backward gathers this rank's rows again.
-    """
-
-    def __init__(self, operator: LocalLinear) -> None:
-        self._operator = operator
-        self._forward = self._define("", _FORWARD, self._compute, self._fake)
-        self._backward = self._define("_backward", _BACKWARD, self._compute_grads, self._fake_grads)
-        name = f"ovpatch::{operator.name}"
-        torch.library.register_autograd(
-            name, self._differentiate, setup_context=_save_inputs, lib=_LIBRARY
-        )
-        torch.library.register_autograd(f"{name}_backward", _refuse_second_derivative, lib=_LIBRARY)
-
-    def _define(
-        self, suffix: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
-    ) -> Any:
-        name = self._operator.name + suffix
-        # torch.library.custom_op would check results at each call, which takes host time.
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ovpatch::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.ovpatch, name).default
-
-    def __call__(self, *args: Any) -> Tensor:
-        """Compute the operator of rows; :data:`_FORWARD` lists the arguments."""
-        result: Tensor = self._forward(*args)
-        return result
-
-    def _compute(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
-    ) -> Tensor:
-        # A graph calls no code of the feature, so the operator counts itself.
-        operator_counts.counts.calls += 1
-        operator_counts.counts.compiled_calls += 1
-        return self._operator.forward(
-            parse_schedule(schedule), _find_ranks(group, x), x, weight, bias
-        )
-
-    def _fake(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str
-    ) -> Tensor:
-        rows, world = x.shape[0], _find_group(group).size()
-        rows = (
-            rows * world
-            if self._operator.gathers_rows
-            else rows // world
-            if self._operator.gathers_grad
-            else rows
-        )
-        return x.new_empty((rows, weight.shape[0]))
-
-    def _compute_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        *needs: bool,
-    ) -> list[Tensor]:
-        needs_input, needs_weight, needs_bias = needs
-        # The weight represents the bias, because only the dtype of a bias matters here.
-        params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
-        compute_weight_grads = params.compute_weights if needs_weight else None
-        input_grad_dtype = getattr(torch, dtype) if needs_input else None
-        request = ColumnGrads(
-            [grad.contiguous()],
-            x,
-            [weight],
-            compute_weight_grads,
-            input_grad_dtype,
-            regathers=True,
-        )
-        input_grad = self._operator.backward(
-            parse_schedule(schedule), _find_ranks(group, x), request, params
-        )
-        grads = (input_grad, *params.weights, *params.biases)
-        return [grad for grad in grads if grad is not None]
-
-    def _fake_grads(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        group: str,
-        schedule: str,
-        dtype: str,
-        *needs: bool,
-    ) -> list[Tensor]:
-        needs_input, needs_weight, needs_bias = needs
-        sum_dtype = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
-        result = [torch.empty_like(x, dtype=sum_dtype)] if needs_input else []
-        result += [torch.empty_like(weight)] if needs_weight else []
-        return [*result, weight.new_empty(weight.shape[0])] if needs_bias else result
-
-    def _differentiate(self, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gathers_grad = self._operator.gathers_grad
-        # If the output's gradient is not gathered, the compiler can fuse the sum of the bias's gradient below.
-        needs = (needs_input, needs_weight, needs_bias and gathers_grad)
-        result = list(self._backward(grad, x, weight, *ctx.rest, *needs)) if any(needs) else []
-        input_grad = result.pop(0).to(x.dtype) if needs_input else None
-        weight_grad = result.pop(0) if needs_weight else None
-        bias_grad = None if not needs_bias else result.pop(0) if gathers_grad else grad.sum(0)
-        return input_grad, weight_grad, bias_grad, None, None, None
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema.partition("(")[0]
+    # torch.library.custom_op would check results at each call, which takes host time.
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ovpatch::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.ovpatch, name).default
 
 
-def compute_linear(
-    operator: str,
+def _gather_linears(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup,
-    dim: int,
-    schedule: Schedule,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: str,
+    schedule: str,
+    needs_gathered: bool,
+) -> list[Tensor]:
+    _count_call()
+    outputs, gathered = parse_schedule(schedule).gather_linear(
+        _find_ranks(group, x),
+        x.contiguous(),
+        [weight.t() for weight in weights],
+        biases,
+        needs_gathered,
+    )
+    if not needs_gathered:
+        return outputs
+    assert gathered is not None
+    return [*outputs, gathered]
+
+
+def _fake_gather_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: str,
+    schedule: str,
+    needs_gathered: bool,
+) -> list[Tensor]:
+    rows = x.shape[0] * _find_group(group).size()
+    outputs = [x.new_empty((rows, weight.shape[1])) for weight in weights]
+    return [*outputs, x.new_empty((rows, x.shape[1]))] if needs_gathered else outputs
+
+
+def _linears_scatter(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, group: str, schedule: str
 ) -> Tensor:
-    """Compute a linear as a node of a graph.
-
-    Args:
-        operator: A name of :data:`OPERATORS`.
-        x: The input, ``[.., s, .., k]``.
-        weight: This rank's shard of the weight, ``[n, k]``.
-        bias: This rank's bias, ``[n]`` or None.
-        group: The process group.
-        dim: The dimension of the input that comes first in rows.
-        schedule: The order of GEMMs and collectives.
-    """
-    if operator == LocalLinear.name:
-        return torch.nn.functional.linear(x, weight, bias)
-    rows, (gemm_weight,), (gemm_bias,) = cast_operands(
-        x.device.type, to_rows(x, dim), [weight], [bias]
-    )
-    result = _CUSTOM_OPS[operator](
-        rows, gemm_weight, gemm_bias, group.group_name, schedule.name, str(x.dtype)[6:]
-    )
-    return from_rows(result, x.shape, dim)
+    _count_call()
+    ranks = _find_ranks(group, xs[0])
+    if len(xs) == 1:
+        return parse_schedule(schedule).linear_scatter(
+            ranks, xs[0].contiguous(), weights[0].t(), bias
+        )
+    # A sum of GEMMs is the gradient of an input that several linears share.
+    request = ColumnGrads(xs, None, weights, None, xs[0].dtype)
+    result = parse_schedule(schedule).gather_linear_backward(ranks, request)
+    assert result is not None
+    return result
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError(
-        "a tensor-parallel linear of a compiled graph cannot be differentiated twice: set "
-        "OVPATCH_TP_LINEAR_COMPILED=0"
-    )
+def _fake_linears_scatter(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, group: str, schedule: str
+) -> Tensor:
+    return xs[0].new_empty((xs[0].shape[0] // _find_group(group).size(), weights[0].shape[1]))
 
 
 def _find_group(name: Any) -> dist.ProcessGroup:
+    """Return the process group of a name."""
     return distributed_c10d._resolve_process_group(name)
 
 
@@ -498,7 +403,31 @@ def _find_ranks(group: str, x: Tensor) -> TPGroup:
     return tp_group.get_tp_group(_find_group(group), x.device)
 
 
-# A local linear sends nothing, so the compiler can trace the linear itself.
-_CUSTOM_OPS: Final = {
-    name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name
-}
+def _count_call() -> None:
+    # A graph calls no code of the feature, so the operators count themselves.
+    operator_counts.counts.calls += 1
+    operator_counts.counts.compiled_calls += 1
+
+
+GATHER_LINEARS: Final = _define(
+    "gather_linears(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str schedule, bool needs_gathered)"
+    " -> Tensor[]",
+    _gather_linears,
+    _fake_gather_linears,
+)
+"""Gathers rows ``[m, k]``, and multiplies them by weights ``[k, n_i]``, with biases ``[n_i]`` or None.
+
+Returns ``[world * m, n_i]`` for each weight. With ``needs_gathered`` the gathered rows come last.
+"""
+
+LINEARS_SCATTER: Final = _define(
+    "linears_scatter(Tensor[] xs, Tensor[] weights, Tensor? bias, str group, str schedule) -> Tensor",
+    _linears_scatter,
+    _fake_linears_scatter,
+)
+"""Sums the GEMMs of ``[world * m, k_i]`` and ``[k_i, n]`` over the operands and the ranks; returns this rank's rows.
+
+The result is ``[m, n]``.
+
+``bias``, ``[n]``, is this rank's term of the bias. Only a single GEMM may have one.
+"""

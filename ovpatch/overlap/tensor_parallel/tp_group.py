@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,12 @@ from ovpatch.overlap.comm.collectives import (
     WorkGroup,
     WorkWithEpilogue,
 )
-from ovpatch.overlap.comm.lifetimes import drop_values, group_state
+from ovpatch.overlap.comm.lifetimes import (
+    drop_values,
+    group_state,
+    group_values,
+    is_destroyed,
+)
 
 # Some backends, such as gloo, match messages by tag. Our tags must differ from the tags of the script, and two messages
 # in flight must have different tags.
@@ -162,11 +168,34 @@ def get_generation() -> int:
     return _generation
 
 
+@dataclass(frozen=True)
+class _Agreement:
+    """The generation in which the ranks of a group agreed on the settings."""
+
+    generation: int
+
+
+def record_agreement(group: dist.ProcessGroup) -> None:
+    """Record that the ranks of a group have agreed on the settings, so that graphs may contain its operators."""
+    group_state(group).values[_Agreement] = _Agreement(get_generation())
+
+
+def list_agreed_groups() -> list[str]:
+    """Return the names of the groups whose ranks have agreed on the current settings, sorted."""
+    generation = get_generation()
+    return sorted(
+        group.group_name
+        for group, agreement in group_values(_Agreement)
+        if agreement.generation == generation and not is_destroyed(group)
+    )
+
+
 def drop_tp_groups() -> None:
     """Drop all :class:`TPGroup` objects, and make ranks compare their settings again."""
     global _generation
     _generation += 1
     drop_values(TPGroup)
+    drop_values(_Agreement)
 
 
 StartedCollective = tuple[Tensor, Sequence[Work]]

@@ -46,7 +46,7 @@ class OpPlan:
     """The computation of inputs of one layout, kept because comparing placements and finding groups takes long.
 
     Attributes:
-        operator: A key of ``OPERATORS``. Compilers understand a string better than an object.
+        operator: A key of ``OPERATORS``.
         dim: The sequence dimension of the input or output.
         input_grad_placement: The placement of the input's gradient; None if it is a plain tensor.
         output_placement: The placement of the output; None if it is a plain tensor.

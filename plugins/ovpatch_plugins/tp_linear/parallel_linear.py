@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ColwiseParallel, RowwiseParallel
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
-from ovpatch.overlap.tensor_parallel import operators, tp_group
+from ovpatch.overlap.tensor_parallel import tp_group
 from ovpatch.overlap.tensor_parallel.layout import PLAIN, is_recorded
 from ovpatch.overlap.tensor_parallel.operators import (
     OPERATORS,
@@ -45,7 +45,6 @@ class State:
         is_on: Whether the feature is on. Otherwise modules and their copies compute as stock PyTorch.
         config: The settings of operators.
         shares_gathers: Whether one gather for several linears is computed together with their GEMMs.
-        compiles: Whether compiled graphs contain the feature's operators.
         terms: All options, which must be the same on all ranks.
     """
 
@@ -54,7 +53,6 @@ class State:
         default_factory=lambda: TPConfig(find_schedule(DEFAULT_SCHEDULE, 4))
     )
     shares_gathers: bool = True
-    compiles: bool = False
     terms: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def turn_on(self, options: Mapping[str, Any]) -> None:
@@ -68,7 +66,6 @@ class State:
         )
         self.terms = dict(options)
         self.shares_gathers = options["shared_gather"]
-        self.compiles = options["compiled"]
         self.is_on = True
 
 
@@ -92,6 +89,7 @@ def agree_on_terms(mesh: DeviceMesh) -> None:
     schedule = STATE.terms["schedule"]
     if reason := find_schedule_objection(schedule, group, mesh.device_type):
         refuse_option("tp_linear", OPTIONS, "schedule", schedule, reason)
+    tp_group.record_agreement(group)
 
 
 class TPLinear(ShardedLinear):
@@ -141,9 +139,6 @@ class TPLinear(ShardedLinear):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which the linear is sharded, after they have agreed on the settings."""
-        if torch.compiler.is_compiling():
-            # The ranks agree when the linear is sharded, or in an eager forward. A graph would write the generation.
-            return self.mesh.get_group() if self._group is None else self._group
         if self._group is None or self._generation != tp_group.get_generation():
             with note_failures("tp_linear", "the first forward of a parallel linear"):
                 agree_on_terms(self.mesh)
@@ -160,12 +155,9 @@ class TPLinear(ShardedLinear):
 
     def forward(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear."""
-        if STATE.is_on:
-            output = (
-                self._compute_compiled(linear, x)
-                if torch.compiler.is_compiling()
-                else self._compute_eager(linear, x)
-            )
+        # A compiler gets the operations of stock PyTorch. With option `compiled`, a pass fuses them in its graph.
+        if STATE.is_on and not torch.compiler.is_compiling():
+            output = self._compute_eager(linear, x)
             if output is not None:
                 return output
         prepared = self._style_class._prepare_input_fn(
@@ -211,36 +203,6 @@ class TPLinear(ShardedLinear):
             output = output[0]
         return self.finish_as_stock(linear, output) if plan.should_redistribute else output
 
-    def _compute_compiled(self, linear: Any, x: Any) -> Any:
-        """Return the output as part of a graph; None if stock PyTorch must compute it."""
-        weight, bias = linear.weight, linear.bias
-        if not STATE.compiles or not isinstance(x, Tensor) or not self.matches(weight, bias):
-            return None
-        plan = self._find_plan(x)
-        if plan is None or not self._can_compute(plan, x):
-            return None
-        # torch 2.13 fails to compile a graph with such a DTensor as an output for a second shape.
-        if self.is_column and plan.output_placement is not None:
-            return None
-        if isinstance(x, DTensor):
-            # The gradient of a replicated input is a term of a sum on each rank. As a replicated DTensor, it would
-            # silently lose the peers' terms.
-            x = x.to_local(grad_placements=[Partial()] if plan.operator == "local_linear" else None)
-        output = operators.compute_linear(
-            plan.operator,
-            x,
-            weight.to_local(),
-            None if bias is None else bias.to_local(),
-            self.group,
-            plan.dim,
-            STATE.config.schedule,
-        )
-        if plan.output_placement is not None:
-            output = DTensor.from_local(
-                output, self.mesh, (plan.output_placement,), run_check=False
-            )
-        return self.finish_as_stock(linear, output) if plan.should_redistribute else output
-
     def matches(self, weight: Any, bias: Any) -> bool:
         """Return whether weight and bias are as the style has left them, and evenly sharded."""
         weight_spec, bias_spec = getattr(weight, "_spec", None), getattr(bias, "_spec", None)
@@ -261,9 +223,7 @@ class TPLinear(ShardedLinear):
                 bias_spec.mesh != self.mesh or bias_spec.placements != bias_placements
             ):
                 return False
-            # A graph must not write to this object.
-            if not torch.compiler.is_compiling():
-                self._matched_specs = weight_spec, bias_spec
+            self._matched_specs = weight_spec, bias_spec
         return True
 
     def _can_compute(self, plan: OpPlan, x: Tensor) -> bool:
@@ -276,9 +236,6 @@ class TPLinear(ShardedLinear):
 
     def _find_plan(self, x: Tensor) -> OpPlan | None:
         """Return the plan for a tensor's layout; None if stock PyTorch must compute it."""
-        # A graph must not write to this object, so it caches no plans.
-        if torch.compiler.is_compiling():
-            return self.plan_for_dtensor(x) if isinstance(x, DTensor) else self.plan_for_plain(x)
         if isinstance(x, DTensor):
             if self._last_dtensor_plan[0] is not x._spec:
                 self._last_dtensor_plan = x._spec, self.plan_for_dtensor(x)

@@ -33,6 +33,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches. They wait until the script imports their target, because that import takes long."""
     _settings.clear()
     _settings.update(options)
+    _Registration.patches = patches
     for name in ("ColwiseParallel", "RowwiseParallel"):
         patches.register_patch(
             f"{_STYLE}.{name}._apply",
@@ -80,6 +81,12 @@ def list_remarks() -> Sequence[str]:
 _settings: dict[str, Any] = {}
 
 
+class _Registration:
+    """The patch manager of the newest :func:`register`, until the first parallel module needs it."""
+
+    patches: Registrar
+
+
 def _wrap(apply_style: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a style's ``_apply`` that calls the function ``name`` of :mod:`.tp_linear_attach`."""
 
@@ -112,7 +119,22 @@ def _load_attach() -> Any:
 
     if not STATE.is_on:
         STATE.turn_on(_settings)
+        if _settings["compiled"]:
+            _add_graph_pass(STATE.config.schedule.name)
     return tp_linear_attach
+
+
+def _add_graph_pass(schedule: str) -> None:
+    """Add the pass to Inductor. This is not done by ``register``, because Inductor takes a second to import."""
+    from ovpatch.overlap.tensor_parallel.graph_pass import InstalledPass
+
+    patches = _Registration.patches
+    patches.register_hook(
+        "Inductor's pass post_grad_custom_pre_pass",
+        functools.partial(InstalledPass, schedule),
+        why="fuses collectives with their GEMMs in compiled graphs",
+    )
+    patches.apply()
 
 
 hooks = make_feature_hooks(

@@ -42,8 +42,8 @@ OPTIONS: Final = (
     Option(
         "compiled",
         False,
-        "Use the feature's operators under torch.compile, too; they are opaque to the compiler. false: compiled code "
-        "is as in stock PyTorch.",
+        "Fuse gathers and reduce-scatters with their GEMMs in graphs of torch.compile's backend inductor, too. false: "
+        "compiled code is as in stock PyTorch.",
         experimental=(True,),
     ),
     Option(

@@ -12,9 +12,9 @@ class Counters(FeatureCounters):
     Attributes:
         linears: Linears to which the feature is attached.
         gathers: Gathers of PrepareModuleInput, for several linears, to which the feature is attached.
-        calls: Forward passes through attached linears that our operators computed.
+        calls: Forward passes through attached linears that our operators computed, and ``compiled_calls``.
         shared_calls: Calls whose GEMM was computed together with a gather for several linears.
-        compiled_calls: Calls that were part of a compiled graph, with option ``compiled``.
+        compiled_calls: Operators that compiled graphs ran, forward and backward, with option ``compiled``.
         fused: GEMMs, forward and backward, by kernels of schedule ``fused``, also while ``auto`` measured.
         copied: Gathers and sums, forward and backward, whose rows copy engines moved, also while ``auto`` measured.
         stock_calls: Forward passes through attached linears that stock PyTorch computed.

@@ -238,7 +238,7 @@ def test_one_rank_alone_may_watch(ranks, watch):
 
 def test_a_compiled_model(ranks):
     layouts, shape = test_compiled.LAYOUTS["second"]
-    options = {**AUTO, **test_compiled.OPAQUE}
+    options = {**AUTO, **test_compiled.FUSED}
     for first in (1, 2):
         for result, won in ranks(2)(
             won_by,
@@ -247,7 +247,7 @@ def test_a_compiled_model(ranks):
             layouts,
             shape,
             True,
-            "aot_eager",
+            "graphs",
             options=options,
             env=NOWHERE,
         ):

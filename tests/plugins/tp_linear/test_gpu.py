@@ -24,7 +24,7 @@ from tests.plugins.tp_linear.training import equal
 pytestmark = pytest.mark.gpu(2)
 
 NCCL = {"backend": "nccl", "timeout": 120}
-OPAQUE = test_compiled.OPAQUE
+FUSED = test_compiled.FUSED
 WIDE = {"width": 1024, "hidden": 4096}
 
 
@@ -54,16 +54,16 @@ def test_operators_alone(ranks, gpus, operator):
         assert not found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["graphs", "inductor"])
 def test_compiled_models(ranks, backend):
     for name in ("first", "second", "replicated, scattered"):
         layouts = test_models.LAYOUTS[name]
         for result in ranks(2)(
-            both, test_compiled.compiled_mlp, *layouts, True, backend, options=OPAQUE, **NCCL
+            both, test_compiled.compiled_mlp, *layouts, True, backend, options=FUSED, **NCCL
         ):
             equal(result["stock"], result["patched"])
             assert result["counters"]["compiled_calls"] == result["counters"]["calls"] > 0
-    for result in ranks(2)(both, test_compiled.compiled_blocks, options=OPAQUE, **NCCL):
+    for result in ranks(2)(both, test_compiled.compiled_blocks, backend, options=FUSED, **NCCL):
         equal(result["stock"], result["patched"])
 
 

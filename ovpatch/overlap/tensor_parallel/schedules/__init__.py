@@ -42,9 +42,7 @@ def parse_schedule(text: str) -> Schedule:
     for info in SCHEDULES:
         chunks = text.removeprefix(info.name)
         if info.takes_chunks and chunks.isdecimal():
-            # A graph keeps this rank's rows alone, so its backward gathers them again; see [Note: opaque to the
-            # compiler].
-            return find_schedule(info.name, int(chunks), regathers=True)
+            return find_schedule(info.name, int(chunks))
     return find_schedule(text, 1)
 
 
