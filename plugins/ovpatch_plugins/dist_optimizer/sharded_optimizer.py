@@ -401,7 +401,7 @@ class ShardedOptimizer:
         Every rank does so, also one that has nothing to update.
         """
         names: dict[ShardedGrads, list[str]] = {}
-        values: dict[ShardedGrads, list[Any]] = {}
+        values: dict[ShardedGrads, dict[int, list[Any]]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             place = sharded_grads.find(param)
             if place is not None and place[0].votes is not None:
@@ -409,8 +409,8 @@ class ShardedOptimizer:
                 names.setdefault(model, []).append(model.names[index])
                 if param.requires_grad and model.can_be_sharded(index):
                     state = optimizer.state.get(param, {})
-                    values.setdefault(model, []).append(param)
-                    values[model] += [state[key] for key in sorted(state, key=str)]
+                    own = [param, *(state[key] for key in sorted(state, key=str))]
+                    values.setdefault(model, {})[index] = own
         models = sharded_grads.sort_models(names)
         self._names = {
             model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models
@@ -420,8 +420,9 @@ class ShardedOptimizer:
             "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
         )
         contents = {
-            model: hash_content(shared)
-            for model, shared in values.items()
+            # Ranks may have the parameters in different orders.
+            model: hash_content([value for index in sorted(found) for value in found[index]])
+            for model, found in values.items()
             if model.votes is not None and model.votes.calls_peers
         }
         reason = self._vote(tags, descriptions, contents)
