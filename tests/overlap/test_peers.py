@@ -338,7 +338,11 @@ def hanging() -> tuple[str, float]:
 
 def test_late_ranks_are_named_with_their_progress(ranks):
     text, seconds = ranks(3)(hanging)[0]
-    late = r"within 1(\.\d+)? s: rank 1 has not published its address; rank 2 is working on its reply\. Check the"
+    # On a busy machine the store may reply too late.
+    unknown = (
+        r"rank 1 (has not published its address|cannot be reached: the store [^;]* does not reply)"
+    )
+    late = rf"within 1(\.\d+)? s: {unknown}; rank 2 is working on its reply\. Check the"
     assert re.search(late, text), text
     assert text.endswith("give init_process_group() a larger timeout.")
     assert 1 <= seconds < 50
