@@ -27,6 +27,8 @@ from ovpatch.overlap.tensors.pending_param import (
     wait_for_param,
 )
 
+_DYNAMO: Final = "torch._dynamo.eval_frame"
+
 # Number of calling frames that are searched, since patches add frames between caller and callee.
 _MAX_FRAMES: Final = 8
 
@@ -124,9 +126,6 @@ def wrap_to_fetch_args(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return fetching
-
-
-_DYNAMO: Final = "torch._dynamo.eval_frame"
 
 
 def wrap_make_grads(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,8 +83,8 @@ _LEAVES: Final = 1
 # The rank leaves all models of the process group to torch.
 _ENDS: Final = 2
 
-# Votes are tensors of int32.
-_CONTENT_MASK: Final = (1 << 30) - 1
+#: The bits of a number in a vote, since votes are tensors of int32.
+VOTE_MASK: Final = (1 << 30) - 1
 # Less than each hash and its negative, so that it changes no maximum.
 _NOT_COMPARED: Final = -(1 << 30)
 
@@ -137,12 +137,10 @@ def hash_content(values: Sequence[Any]) -> int | None:
             # Wrapper subclasses have other memory.
             if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
                 dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                integers = _INTEGERS.get(dense.element_size())
-                if integers is not None:
-                    # A sum of integers does not depend on the order in which a device adds.
-                    bits = dense.contiguous().view(integers)
-                    sums.append(int(bits.sum(dtype=torch.int64)))
-    return zlib.crc32(repr(sums).encode()) & _CONTENT_MASK
+                bits = dense.contiguous().view(_INTEGERS[dense.element_size()])
+                # A sum of integers does not depend on the order in which a device adds.
+                sums.append(int(bits.sum(dtype=torch.int64)))
+    return zlib.crc32(repr(sums).encode()) & VOTE_MASK
 
 
 @dataclass(frozen=True)

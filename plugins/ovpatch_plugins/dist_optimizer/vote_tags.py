@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Final
 
 import torch.distributed as dist
 
+from ovpatch_plugins.dist_optimizer.agreement import VOTE_MASK
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, sort_models
-
-_TAG_MASK: Final = (1 << 30) - 1
 
 
 def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[ShardedGrads, int]:
@@ -30,7 +28,7 @@ def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[Shar
     for shards, subject in subjects.items():
         digests[shards.group] = hash((digests.get(shards.group, 0), names[shards], subject))
     return {
-        shards: hash((digests[shards.group], name)) & _TAG_MASK for shards, name in names.items()
+        shards: hash((digests[shards.group], name)) & VOTE_MASK for shards, name in names.items()
     }
 
 
