@@ -691,8 +691,11 @@ TIMEOUTS = re.compile(r"\b(?:subprocess\.\w+|urlopen)\(.*\btimeout=(\d+(?:\.\d+)
 DURATIONS = re.compile(
     r"assert .*(?:seconds|took|waited|longest|monotonic\(\)[^<>]*) <=? (\d+(?:\.\d+)?)"
 )
-# Waits that are meant to end without what they wait for.
-EXPIRING = ("thread.join(0.5)",)
+OWN_TIMEOUTS = re.compile(
+    r"\btimeout_s=(\d+(?:\.\d+)?)|(?:TIMEOUT|START|IDLE)_S\"?(?:,| =|=\") ?(\d+(?:\.\d+)?)"
+)
+# Ends a line with a wait that is meant to end without what it waits for.
+EXPIRES = "# expires"
 
 
 def find_short_waits(text: str) -> list[str]:
@@ -700,9 +703,9 @@ def find_short_waits(text: str) -> list[str]:
     return [
         line.strip()
         for line in text.splitlines()
-        for pattern in (WAITS, TIMEOUTS, DURATIONS)
-        for seconds in pattern.findall(line)
-        if 0 < float(seconds) < SHORTEST_S and line.strip() not in EXPIRING
+        for pattern in (WAITS, TIMEOUTS, DURATIONS, OWN_TIMEOUTS)
+        for found in pattern.finditer(line)
+        if 0 < float(found[found.lastindex or 0]) < SHORTEST_S and not line.endswith(EXPIRES)
     ]
 
 
@@ -710,6 +713,9 @@ def find_short_waits(text: str) -> list[str]:
     "line",
     [
         "assert inside.wait(20)",
+        'replies = peers.call("topic", {}, timeout_s=20)',
+        "consensus.LATE_START_S = 1.0",
+        'with mock.patch.object(selection, "IDLE_S", 2.0):',
         "thread.join(timeout=10)",
         "done = subprocess.run(command, text=True, timeout=10)",
         "with urllib.request.urlopen(address, timeout=10) as page:",

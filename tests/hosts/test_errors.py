@@ -64,7 +64,7 @@ def agree(group, terms, **options):
 
 def call_peer(group):
     try:
-        PeerRpc.for_group(group).call("unknown", {}, timeout_s=0.1)
+        PeerRpc.for_group(group).call("unknown", {}, timeout_s=0.1)  # expires
     except PeerError as error:
         return str(error)
     return "no error"
@@ -89,7 +89,7 @@ def all_errors(hosts):
         find_host_layout(group)
         dist.barrier()
         # Rank 1 does not take part.
-        texts.append(agree(group, {}, timeout_s=0.1) if rank == 0 else "")
+        texts.append(agree(group, {}, timeout_s=0.1) if rank == 0 else "")  # expires
         dist.barrier()
         PeerRpc.for_group(group)
         dist.barrier()
@@ -125,7 +125,7 @@ def miss_all_peers(present):
     """Return the error of one rank that is alone at the first agreement of a group."""
     group = dist.new_group()
     with fake_hosts((0, 0, 1)), mock.patch.object(consensus, "_REPORT_S", 0.0):
-        text = agree(group, {}, timeout_s=0.1) if dist.get_rank() == present else ""
+        text = agree(group, {}, timeout_s=0.1) if dist.get_rank() == present else ""  # expires
     dist.barrier()
     return text
 

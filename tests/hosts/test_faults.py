@@ -30,7 +30,7 @@ from tests.support.rarely import RARELY
 
 pytestmark = RARELY
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 20.0  # expires
 FEATURES = ("ddp", "dist_optimizer")
 OPTIONS = {"dist_optimizer": {"min_param_numel": 8}}
 # The last step before which each fault comes, or ends.

@@ -364,7 +364,7 @@ def test_node_0_gets_the_reports_of_all_nodes_after_the_command(folders, capfd):
 
 
 def test_a_node_whose_peers_do_not_report_writes_its_own_report(folders, capfd, monkeypatch):
-    monkeypatch.setattr(run_command, "_MEETING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(run_command, "_MEETING_TIMEOUT_S", 0.1)  # expires
     for index, missing in ((0, "node 1 is missing"), (1, "cannot reach node 0")):
         assert not run_command._is_delivered(place_of(index, free_port()), folders[index])
         assert missing in capfd.readouterr().err
@@ -416,7 +416,7 @@ def test_two_nodes_with_one_number_are_an_error():
 
 def test_a_program_that_is_not_ovpatch_does_not_disturb_the_meeting(runs, monkeypatch):
     # The fourth one sends a part of a message, and stays silent.
-    monkeypatch.setattr(nodes, "_HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(nodes, "_HELLO_TIMEOUT_S", 2.0)  # expires
     port = free_port()
     leader = Node(lambda: enter(0, port))
     strangers = []
@@ -431,7 +431,7 @@ def test_a_program_that_is_not_ovpatch_does_not_disturb_the_meeting(runs, monkey
 
 
 def test_a_port_that_is_not_that_of_ovpatch_is_named(monkeypatch):
-    monkeypatch.setattr(nodes, "_GREETING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nodes, "_GREETING_TIMEOUT_S", 0.1)  # expires
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(NodeError, match=f"port {port} of 127.0.0.1 is used by a program"):
@@ -449,7 +449,7 @@ def test_a_port_that_is_not_that_of_ovpatch_is_named(monkeypatch):
     ],
 )
 def test_a_port_that_does_not_greet_like_ovpatch_is_named(monkeypatch, data, more):
-    monkeypatch.setattr(nodes, "_GREETING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(nodes, "_GREETING_TIMEOUT_S", 0.3)  # expires
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def greet():

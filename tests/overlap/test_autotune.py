@@ -487,7 +487,7 @@ def failing() -> dict[str, Any]:
         candidates.call = fail(SLEEPS["third"])
         tuner, tuning = make_tuner(), candidates.tuning("third fails here")
         with (
-            mock.patch.object(autotuner_module, "FAILURE_TIMEOUT_S", 0.5),
+            mock.patch.object(autotuner_module, "FAILURE_TIMEOUT_S", 0.5),  # expires
             pytest.raises(IndexError) as caught,
         ):
             tuner._first_call(group(), tuning, "third", tuning.make(torch.Generator())["third"])

@@ -291,7 +291,7 @@ def test_no_rank_waits_forever_for_a_missing_rank(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="all streams wait"):
         play(0)
     begin = time.monotonic()
-    assert not here.drain(timeout_s=0.05)
+    assert not here.drain(timeout_s=0.05)  # expires
     assert time.monotonic() - begin < 50
     monkeypatch.setattr(window.torch.cuda, "_is_in_bad_fork", lambda: True)
     assert here.drain(timeout_s=60), "a fork has no copies in flight"

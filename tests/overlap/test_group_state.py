@@ -122,7 +122,7 @@ def agreements() -> tuple[int, list[str]]:
 
     for key in (1, 1, 2, 1):
         check_consistent_once(group, "topic", key, terms, remedy="")
-    return len(calls), [agree_on_name(group, "name", timeout_s=20) for _ in range(2)]
+    return len(calls), [agree_on_name(group, "name", timeout_s=100) for _ in range(2)]
 
 
 def test_ranks_agree_once_per_key_and_on_unique_names(ranks):

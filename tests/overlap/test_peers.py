@@ -122,7 +122,7 @@ def rendezvous_of_replies() -> list[int]:
     peers.register("together", reply)
     result = []
     if dist.get_rank() == 0:
-        replies = peers.call("together", {}, timeout_s=20)
+        replies = peers.call("together", {}, timeout_s=100)
         result = [int(tensor) for _, (tensor,) in replies.values()]
         assert list(replies) == [1, 2, 3]
     dist.barrier()
@@ -211,7 +211,7 @@ def blocked() -> None:
             thread.start()
         time.sleep(0.2)
         assert not results
-        peers.call("open", {}, timeout_s=20)
+        peers.call("open", {}, timeout_s=100)
         for thread in threads:
             thread.join()
         assert results == [{1: ({"late": True}, [])}] * 8
@@ -277,7 +277,7 @@ def unserved() -> tuple[str, float]:
     peers = meeting()
     begin, text = time.monotonic(), ""
     if dist.get_rank() == 0:
-        text, _ = error_of(peers, "unknown", timeout_s=0.5)
+        text, _ = error_of(peers, "unknown", timeout_s=0.5)  # expires
     seconds = time.monotonic() - begin
     dist.barrier()
     return text, seconds
@@ -296,7 +296,7 @@ def late_service() -> None:
     for value in (1, 2):
         withdraw = None
         if dist.get_rank() == 0:
-            header, _ = peers.call("late", {}, timeout_s=20)[1]
+            header, _ = peers.call("late", {}, timeout_s=100)[1]
             assert header == {"value": value}
         else:
             time.sleep(0.1)
@@ -329,7 +329,7 @@ def hanging() -> tuple[str, float]:
     dist.barrier()
     if dist.get_rank() == 0:
         begin = time.monotonic()
-        text, _ = error_of(PeerRpc.for_group(group()), "hangs", timeout_s=1)
+        text, _ = error_of(PeerRpc.for_group(group()), "hangs", timeout_s=1)  # expires
     seconds = time.monotonic() - begin
     dist.barrier()
     gate.set()
@@ -360,7 +360,7 @@ def ended() -> str:
         peers._server.close()
     dist.barrier()
     if dist.get_rank() == 0:
-        text, _ = error_of(peers, "topic", timeout_s=20)
+        text, _ = error_of(peers, "topic", timeout_s=100)
     dist.barrier()
     return text
 
@@ -380,7 +380,7 @@ def outside() -> None:
         peers.call("topic", {}, ranks=[0, 2])
     peers.register("own", lambda question: ({}, []))
     with pytest.raises(TypeError, match="not JSON serializable"):
-        peers.call("own", {"a": object()}, timeout_s=5)
+        peers.call("own", {"a": object()}, timeout_s=100)
     assert peers.call("own", {}, ranks=[]) == {}
     assert peers.call("own", {}, ranks=[dist.get_rank()]) == {dist.get_rank(): ({}, [])}
     assert peers._timeout_s >= 120, "the timeout of the group, which the pool sets"

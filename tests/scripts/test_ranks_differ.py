@@ -29,7 +29,7 @@ def failures(tmp_path_factory, forks):
         return result, json.loads(report.read_text())
 
     return together(
-        lambda: start("off", "OVPATCH=0", OVPATCH_DDP_AGREEMENT_TIMEOUT_S="1"),
+        lambda: start("off", "OVPATCH=0", OVPATCH_DDP_AGREEMENT_TIMEOUT_S="1"),  # expires
         lambda: start("other", "OVPATCH_DDP_BUCKET_CAP_MB=1", OVPATCH_DDP_BUCKET_CAP_MB="2"),
     )
 

@@ -15,7 +15,7 @@ import ovpatch
 
 # The point of step 3 before which the second rank stops.
 WHERE = sys.argv[1]
-TIMEOUT_S = 8
+TIMEOUT_S = 8  # expires
 
 
 def stop_at(point: str, step: int) -> None:

@@ -78,7 +78,7 @@ def test_before_on_one_rank_and_after_on_another(ranks, world):
 
 def all_cases_in_a_hurry(*args: Any) -> Any:
     # The first step waits this long for an idle peer before it gives up copy engines.
-    with mock.patch.object(selection, "IDLE_S", 2.0):
+    with mock.patch.object(selection, "IDLE_S", 2.0):  # expires
         return all_cases(*args)
 
 

@@ -338,7 +338,7 @@ def read_inside_of_a_step() -> dict[str, Any]:
             target=lambda: found.update(other=copy.deepcopy(opt.state_dict()))
         )
         thread.start()
-        thread.join(0.5)
+        thread.join(0.5)  # expires
         try:
             found["own"] = sorted(opt.state_dict()["state"])
         except RuntimeError as error:
