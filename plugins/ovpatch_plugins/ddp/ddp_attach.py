@@ -363,6 +363,8 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
         # local. This function does not have the outputs, so aliases of all parameters make the
         # stock reducer wait for each parameter. A static graph is not declared then, because its
         # first backward would only count, and not reduce.
+        if ddp.static_graph:
+            ddp._static_graph_delay_allreduce_enqueued = True
         with torch.enable_grad():
             ddp.reducer.prepare_for_backward([param.view_as(param) for param in parameters])
     elif ddp.static_graph and plain is None:
