@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import guard, patience
+from tests.support import guard, patience, rarely
 
 if TYPE_CHECKING:
     from tests.support.pool import Pool
@@ -65,8 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with torch's own tests: the last file of a run that several share should be a short one."""
+    # The last file of a run that several processes share should be a short one.
     items.sort(key=lambda item: item.path.parent.name != "torch_suite")
+    nightly = set(rarely.read_nightly())
+    for item in items:
+        if rarely.is_listed(item.nodeid, nightly):
+            item.add_marker(rarely.RARELY)
 
 
 def pytest_collection_finish() -> None:

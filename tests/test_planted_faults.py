@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import rarely
 from tools import plant_faults
 from tools.faults import FAULTS, FAULTS_BY_ROOM, Fault, FaultNotFoundError
 from tools.mutants import Mutant, draw_mutants, list_mutants
@@ -129,6 +130,9 @@ def test_a_fault_whose_last_catcher_goes_is_listed(repository):
     (repository / "tests" / "a").mkdir(parents=True)
     (repository / "tests" / "a" / "test_b.py").write_text("def test_c(): pass\n")
     assert plant_faults.list_uncaught(record, (), repository) == ["a renamed test"]
+    assert plant_faults.list_uncaught(record, ["test_module.py::test_second"], repository) == [
+        "a renamed test"
+    ]
     gone = ["tests/a/", "test_module.py"]
     assert plant_faults.list_uncaught(record, gone, repository) == [
         "a folder",
@@ -145,14 +149,23 @@ def test_the_record_is_updated_and_forgets_faults_that_no_longer_exist(tmp_path)
     assert plant_faults.read_record(path) == {first: ["b", "c"], second: []}
 
 
-def test_no_recorded_fault_has_lost_its_last_catcher():
+def test_no_recorded_fault_has_lost_its_last_catcher_to_the_nightly_tests():
     names = {fault.name for fault in FAULTS}
     record = {
         name: catchers for name, catchers in plant_faults.read_record().items() if name in names
     }
     assert record
-    uncaught = plant_faults.list_uncaught(record)
-    assert not uncaught, "write a test that catches it, then: python tools/plant_faults.py NAME"
+    uncaught = plant_faults.list_uncaught(record, rarely.read_nightly())
+    assert not uncaught, (
+        "remove one of its catchers from tests/nightly.txt, or write a test that catches it, then: "
+        "python tools/plant_faults.py NAME"
+    )
+
+
+def test_the_list_of_nightly_tests_names_tests():
+    lines = rarely.read_nightly()
+    assert lines == list(dict.fromkeys(lines))
+    assert [line for line in lines if not plant_faults.exists(line, plant_faults.ROOT)] == []
 
 
 # --- mutants ---

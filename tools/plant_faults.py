@@ -149,28 +149,27 @@ def update_record(name: str, catchers: Sequence[str], path: Path = RECORD) -> No
 
 
 def exists(catcher: str, root: Path = ROOT) -> bool:
-    """Return whether the sources have a test of this name; its parameters are not compared."""
+    """Return whether the sources have this test, or file of tests; parameters are not compared."""
     file, _, name = catcher.partition("::")
     function = name.partition("[")[0].rpartition("::")[2]
     if file == TIME_LIMIT:
         return True
     path = root / file
-    return (
-        path.exists()
-        and re.search(rf"\bdef {function}\(", path.read_text(encoding="utf-8")) is not None
+    return path.exists() and (
+        not function
+        or re.search(rf"\bdef {function}\(", path.read_text(encoding="utf-8")) is not None
     )
 
 
 def list_uncaught(
     record: Mapping[str, Sequence[str]], without: Collection[str] = (), root: Path = ROOT
 ) -> list[str]:
-    """Return the recorded faults without a catcher, if some files or folders of tests did not exist."""
+    """Return the recorded faults without a catcher, if some tests, or files or folders of tests, did not exist."""
+    gone = [name.rstrip("/") for name in without]
+    parts = tuple(f"{name}{end}" for name in gone for end in ("/", "::", "["))
 
     def is_left(catcher: str) -> bool:
-        file = catcher.partition("::")[0]
-        return exists(catcher, root) and not any(
-            file == gone.rstrip("/") or file.startswith(gone.rstrip("/") + "/") for gone in without
-        )
+        return exists(catcher, root) and catcher not in gone and not catcher.startswith(parts)
 
     return sorted(name for name, catchers in record.items() if not any(map(is_left, catchers)))
 

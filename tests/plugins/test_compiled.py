@@ -15,6 +15,7 @@ from tests.plugins.compiled import around, blocks, in_place, inside, searching, 
 from tests.plugins.ddp.arms import Cases, Record, all_both, both
 from tests.plugins.ddp.checks import some
 from tests.support.equality import compare
+from tests.support.rarely import ALL_CASES
 
 SHARDED = {"dist_optimizer": {"min_param_numel": 1}}
 FEATURES = {
@@ -24,7 +25,7 @@ FEATURES = {
     "a plain apply()": ovpatch.applied,
 }
 
-# All of these cases, or every third, run with each feature.
+# Every third of these cases runs with each feature.
 CASES: Cases = {
     **{
         f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
@@ -53,7 +54,7 @@ KINDS = (
     "parameter",
 )
 
-# A part of these cases runs with ddp, and the rest with dist_optimizer.
+# A few of these cases run with ddp, and others with dist_optimizer.
 MORE: Cases = {
     **{
         f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
@@ -131,9 +132,9 @@ def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
     cases = {
-        # Gradients are reduced by ddp in all cases of dist_optimizer.
-        "ddp": {**some(CASES, 2), **some(MORE), **GRADIENT_READERS},
-        "dist_optimizer": {**CASES, **some(MORE, 1)},
+        # Gradients are reduced by ddp in all cases of dist_optimizer, and of recompute.
+        "ddp": {**some(CASES, 2), **some(some(MORE)), **GRADIENT_READERS},
+        "dist_optimizer": {**some(CASES, 1), **some(some(MORE, 1))},
         "recompute": {**some(CASES), "blocks": {"way": blocks}},
         "a plain apply()": some(CASES, 1),
     }
@@ -187,7 +188,8 @@ PIPELINES: Cases = {
     "a stage of a cut model": {"way": compiled.compile_stage, "is_cut": True},
 }
 MEGATRON: Cases = {
-    way: {"program": compiled.train_megatron, "way": way} for way in ("layers", "linears")
+    way: {"program": compiled.train_megatron, "way": way}
+    for way in (("layers", "linears") if ALL_CASES else ("linears",))
 }
 
 
