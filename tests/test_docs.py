@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import os
@@ -13,7 +14,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -701,14 +701,16 @@ SOURCES = [
 ]
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield each docstring with its place."""
-    for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node)
-                if text:
-                    yield f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text
+@functools.cache
+def docstrings() -> list[tuple[str, str]]:
+    """Return each docstring with its place."""
+    return [
+        (f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text)
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and (text := ast.get_docstring(node))
+    ]
 
 
 def test_examples_in_docstrings_run():

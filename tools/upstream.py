@@ -141,7 +141,7 @@ def _list_own_names(tree: ast.Module) -> Iterator[str]:
                     )
                     yield from (target.id for target in targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
+            yield from [node.attr] if _is_name(node.value, "self", "cls") else []
 
 
 def _list_symbols(tree: ast.Module, own: set[str]) -> Iterator[str]:
@@ -156,15 +156,11 @@ def _list_symbols(tree: ast.Module, own: set[str]) -> Iterator[str]:
             if origin is not None:
                 yield from filter(None, [shorten_symbol(".".join([origin, *attributes]))])
                 continue
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "hasattr",
-            "setattr",
-        ):
+        elif isinstance(node, ast.Call) and _is_name(node.func, "getattr", "hasattr", "setattr"):
             attributes = [
                 str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)
             ]
-        elif isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(").__name__"):
+        elif isinstance(node, ast.Compare) and _is_class_name(node.left):
             # Classes that C++ makes, and those of autograd functions, are in no module.
             attributes = [
                 str(name.value) for name in node.comparators if isinstance(name, ast.Constant)
@@ -175,6 +171,19 @@ def _list_symbols(tree: ast.Module, own: set[str]) -> Iterator[str]:
             if (_PRIVATE.match(name) and name not in own | _PYTHON_NAMES)
             or name in _UNDESCRIBED_NAMES
         )
+
+
+def _is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_class_name(node: ast.expr) -> bool:
+    """Return whether this is the name of a class that a call returns: ``type(x).__name__``."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "__name__"
+        and isinstance(node.value, ast.Call)
+    )
 
 
 def _list_imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
