@@ -25,8 +25,8 @@ FAULTS: Final = (
     Fault(
         "ranks that differ share the steps of an optimizer",
         _SHARDING + "sharded_optimizer.py",
-        "content=contents.get(model)",
-        "content=None",
+        "hashes=hashes.get(model, NO_HASHES)",
+        "hashes=NO_HASHES",
         (_SHARDING_TESTS + "test_different_ranks.py",),
     ),
     Fault(

@@ -8,7 +8,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Condition
@@ -34,7 +34,7 @@ from ovpatch.overlap.comm.lifetimes import (
 )
 from ovpatch.overlap.comm.step_communicators import abort_step_communicators, step_communicator
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, iterate_leaves
 from ovpatch.overlap.tensors.pending_param import wait_for_args
 
 #: The longest wait for peers at an optimizer's first step, in seconds. A peer may save a checkpoint
@@ -88,7 +88,13 @@ VOTE_MASK: Final = (1 << 30) - 1
 # Less than each hash and its negative, so that it changes no maximum.
 _NOT_COMPARED: Final = -(1 << 30)
 
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: The hashes of a rank that compares nothing; see :func:`make_hashes`.
+NO_HASHES: Final = (_NOT_COMPARED,) * 4
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+# The words that a hash reads at a time, which bounds its memory.
+_CHUNK_WORDS: Final = 1 << 20
 
 # Votes that a rank keeps for slower peers. Hosts of GPUs do not wait in votes, and run ahead by
 # less than this.
@@ -122,25 +128,89 @@ def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
     return f"{cls.__module__}.{cls.__qualname__} of {len(known)} parameters from {known[0]} to {known[-1]} ({digest})"
 
 
-def hash_content(values: Sequence[Any]) -> int | None:
-    """Return 30 bits that are the same on all ranks if the bits of all plain tensors are.
+def make_hashes(params: Sequence[Any], state: Sequence[Any]) -> tuple[int, ...]:
+    """Return the hash of parameters and their options, its negative, and the same of state.
 
-    The result is None if a tensor is lazy. Its content is the same on all ranks, but the rank would
-    have to read it.
+    Of the largest numbers of all ranks, each two are a number and its negative if hashes are equal.
     """
-    sums = []
-    with outside_modes(), torch.no_grad():
+    hashes = [
+        (_NOT_COMPARED, _NOT_COMPARED) if found is None else (found, -found)
+        for found in map(hash_content, (params, state))
+    ]
+    return (*hashes[0], *hashes[1])
+
+
+def _are_equal(largest: Sequence[int]) -> bool:
+    """Return whether ranks have the same hashes, from the largest numbers of all ranks."""
+    return all(
+        high in (-low, _NOT_COMPARED) for high, low in zip(largest[::2], largest[1::2], strict=True)
+    )
+
+
+def hash_content(values: Sequence[Any]) -> int | None:
+    """Return 30 bits that depend on each bit of the values, and on their order.
+
+    Values are tensors, numbers, strings, and lists, tuples and mappings of these. Others do not count,
+    nor do tensors whose memory is not all of their content, such as sparse ones and wrapper subclasses.
+    The result is None if a tensor is lazy: its content is the same on all ranks, but the rank would have
+    to read it.
+    """
+    facts: list[str] = []
+    sums: dict[torch.device, list[Tensor]] = {}
+    # The weights of words, and memory for weighted words.
+    buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    with outside_modes(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         wait_for_args(values)
-        for tensor in values:
-            if isinstance(tensor, LazyTensor):
+        leaves = list(iterate_leaves(values))
+        num_words = max((_count_words(leaf) for leaf in leaves if _is_plain(leaf)), default=0)
+        for leaf in leaves:
+            if isinstance(leaf, LazyTensor):
                 return None
-            # Wrapper subclasses have other memory.
-            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-                dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                bits = dense.contiguous().view(_INTEGERS[dense.element_size()])
-                # A sum of integers does not depend on the order in which a device adds.
-                sums.append(int(bits.sum(dtype=torch.int64)))
-    return zlib.crc32(repr(sums).encode()) & VOTE_MASK
+            if _is_plain(leaf):
+                facts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
+                if leaf.device not in buffers:
+                    weights = _make_weights(num_words).to(leaf.device)
+                    buffers[leaf.device] = weights, torch.empty_like(weights)
+                sums.setdefault(leaf.device, []).extend(_sum_chunks(leaf, *buffers[leaf.device]))
+            elif isinstance(leaf, (bool, int, float, str)):
+                facts.append(repr(leaf))
+        # A device is read once, after all of its kernels were launched.
+        found = [torch.stack(device_sums).tolist() for device_sums in sums.values() if device_sums]
+    return zlib.crc32(repr((facts, found)).encode()) & VOTE_MASK
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_nested or value.is_quantized)
+        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def _count_words(tensor: Tensor) -> int:
+    return tensor.numel() * max(tensor.element_size() // 4, 1)
+
+
+def _make_weights(num_words: int) -> Tensor:
+    """Return random weights for the words of the largest tensor, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (min(num_words, _CHUNK_WORDS),)
+    # An odd number times a word that changed is another number.
+    return torch.randint(1 << 62, shape, generator=generator, dtype=torch.int64) * 2 + 1
+
+
+def _sum_chunks(tensor: Tensor, weights: Tensor, buffer: Tensor) -> Iterator[Tensor]:
+    """Yield sums of the weighted words of a tensor; a sum of integers is exact in any order."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    # The sign of a word of 64 bits would only count as odd or even.
+    word = _WORDS[min(flat.element_size(), 4)]
+    step = _CHUNK_WORDS * 4 // max(flat.element_size(), 4)
+    for begin in range(0, flat.numel(), step):
+        words = flat[begin : begin + step].contiguous().view(word)
+        weighted = buffer[: words.numel()].copy_(words)
+        yield weighted.mul_(weights[: words.numel()]).sum()
 
 
 @dataclass(frozen=True)
@@ -152,15 +222,15 @@ class Vote:
         text: A description of an optimizer that steps for the first time; "" in other votes.
         outcome: The least outcome that this rank accepts.
         spans_groups: Whether the optimizer has models of several process groups.
-        content: The hash of parameters and state before they get shards (:func:`hash_content`); None if
-            this rank does not compare it.
+        hashes: The hashes of parameters and options, and of state, before they get shards
+            (:func:`make_hashes`).
     """
 
     tag: int
     text: str = ""
     outcome: int = _AGREES
     spans_groups: bool = False
-    content: int | None = None
+    hashes: Sequence[int] = NO_HASHES
 
 
 class StepVotes:
@@ -188,7 +258,7 @@ class StepVotes:
             A warning and the report show it for each optimizer that falls back.
         spans_groups: Whether some rank's optimizer of the last vote has models of several process
             groups.
-        is_content_equal: Whether the ranks that compared contents in the last vote had the same.
+        is_content_equal: Whether the ranks that compared hashes in the last vote had the same.
         has_peers_ahead: Whether peers have voted on other work, and continued with it, while this
             rank has voted on the first step of an optimizer.
         reached: The operations that this rank has begun, by name: the number of the newest one.
@@ -314,13 +384,8 @@ class StepVotes:
         if number <= self._ended_vote:
             outcome = _ENDS
             self._end(_REASON_MISSING)
-        contents = (
-            (_NOT_COMPARED, _NOT_COMPARED)
-            if vote.content is None
-            else (vote.content, -vote.content)
-        )
         found = torch.tensor(
-            (outcome, vote.spans_groups, vote.tag, -vote.tag, *contents),
+            (outcome, vote.spans_groups, vote.tag, -vote.tag, *vote.hashes),
             dtype=torch.int32,
             device=self._device,
         )
@@ -352,8 +417,9 @@ class StepVotes:
                     return False
         finally:
             self.inside.pop(VOTES, None)
-        outcome, self.spans_groups, high, low, high_content, low_content = found.tolist()
-        self.is_content_equal = high_content in (-low_content, _NOT_COMPARED)
+        outcome, self.spans_groups, high, low, *hashes = found.tolist()
+        if vote.text:
+            self.is_content_equal = _are_equal(hashes)
         if high != -low:
             self._end(_REASON_ORDER)
         elif outcome == _ENDS:
@@ -397,7 +463,9 @@ class StepVotes:
 
     def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
         self.spans_groups = any(vote.spans_groups for vote in votes.values())
-        self.is_content_equal = len({vote.content for vote in votes.values()} - {None}) <= 1
+        self.is_content_equal = _are_equal(
+            [max(found) for found in zip(*(vote.hashes for vote in votes.values()), strict=True)]
+        )
         outcome = max(vote.outcome for vote in votes.values())
         if outcome == _ENDS:
             self._end(_REASON_MISSING)

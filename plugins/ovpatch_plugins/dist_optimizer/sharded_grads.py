@@ -37,7 +37,7 @@ from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
-from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, StepVotes, Vote
+from ovpatch_plugins.dist_optimizer.agreement import NO_HASHES, OptimizerName, StepVotes, Vote
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
 from ovpatch_plugins.dist_optimizer.sharded_bucket import (
@@ -543,7 +543,7 @@ class ShardedGrads(GradSharder, GradSource):
         *,
         text: str = "",
         spans_groups: bool = False,
-        content: int | None = None,
+        hashes: Sequence[int] = NO_HASHES,
     ) -> None:
         """Make :attr:`is_local` the same on all ranks, which all call this.
 
@@ -555,7 +555,7 @@ class ShardedGrads(GradSharder, GradSource):
             tag: The next action of this rank (:func:`.tag_votes`).
             text: The description of an optimizer at its first step.
             spans_groups: Whether the optimizer has models of several process groups.
-            content: The hash of parameters and state before they get shards; None without one.
+            hashes: The hashes of parameters and options, and of state, before they get shards.
         """
         # The model also has votes after the script has dropped the wrapper.
         is_sharded = self._reducer_finalizer is not None and not (
@@ -571,7 +571,7 @@ class ShardedGrads(GradSharder, GradSource):
             return
         waits = self.has_step_votes
         self.is_local = not self.votes.agree(
-            Vote(tag, text, int(self.is_local), spans_groups, content), waits=waits
+            Vote(tag, text, int(self.is_local), spans_groups, hashes), waits=waits
         )
         if not waits:
             # A rank that alone skips a step casts the same vote a backward later.

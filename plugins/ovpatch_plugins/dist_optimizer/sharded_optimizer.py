@@ -38,7 +38,12 @@ from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads
-from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, hash_content, list_terms
+from ovpatch_plugins.dist_optimizer.agreement import (
+    NO_HASHES,
+    OptimizerName,
+    list_terms,
+    make_hashes,
+)
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.main_params import (
     MainParamsState,
@@ -401,16 +406,27 @@ class ShardedOptimizer:
         Every rank does so, also one that has nothing to update.
         """
         names: dict[ShardedGrads, list[str]] = {}
-        values: dict[ShardedGrads, dict[int, list[Any]]] = {}
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            place = sharded_grads.find(param)
-            if place is not None and place[0].votes is not None:
+        # Ranks may have the parameters in different orders, so they compare them by the index of a
+        # parameter in its model.
+        values: dict[ShardedGrads, dict[int, Any]] = {}
+        states: dict[ShardedGrads, dict[int, Any]] = {}
+        for group in optimizer.param_groups:
+            options = [
+                (key, group[key]) for key in sorted(group) if key not in ("params", "param_names")
+            ]
+            for param in group["params"]:
+                place = sharded_grads.find(param)
+                if place is None or place[0].votes is None:
+                    continue
                 model, index = place
                 names.setdefault(model, []).append(model.names[index])
-                if param.requires_grad and model.can_be_sharded(index):
+                if model.can_be_sharded(index):
                     state = optimizer.state.get(param, {})
-                    own = [param, *(state[key] for key in sorted(state, key=str))]
-                    values.setdefault(model, {})[index] = own
+                    values.setdefault(model, {})[index] = param, options
+                    states.setdefault(model, {})[index] = sorted(
+                        ((str(key), value) for key, value in state.items()),
+                        key=lambda item: item[0],
+                    )
         models = sharded_grads.sort_models(names)
         self._names = {
             model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models
@@ -419,13 +435,12 @@ class ShardedOptimizer:
         tags = tag_votes(
             "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
         )
-        contents = {
-            # Ranks may have the parameters in different orders.
-            model: hash_content([value for index in sorted(found) for value in found[index]])
-            for model, found in values.items()
+        hashes = {
+            model: make_hashes(sorted(values[model].items()), sorted(states[model].items()))
+            for model in values
             if model.votes is not None and model.votes.calls_peers
         }
-        reason = self._vote(tags, descriptions, contents)
+        reason = self._vote(tags, descriptions, hashes)
         if reason:
             return reason
         # Until ranks agree on the next optimizer, peers may read the state of one that this rank
@@ -450,14 +465,14 @@ class ShardedOptimizer:
         self,
         tags: Mapping[ShardedGrads, int],
         descriptions: Mapping[ShardedGrads, str],
-        contents: Mapping[ShardedGrads, int | None],
+        hashes: Mapping[ShardedGrads, Sequence[int]],
     ) -> str:
         """Cast a vote for each model; return the reason for the fallback, "" if all ranks agree.
 
         Args:
             tags: The tags, by model.
             descriptions: Descriptions of the optimizer by model, at its first step; {} later.
-            contents: Hashes of its parameters and its state, likewise.
+            hashes: Hashes of its parameters and options, and of its state, likewise.
 
         Raises:
             RuntimeError: Peers have passed this vote, and continue with other work.
@@ -479,7 +494,7 @@ class ShardedOptimizer:
                 tag,
                 text=descriptions.get(model, ""),
                 spans_groups=spans_groups,
-                content=contents.get(model),
+                hashes=hashes.get(model, NO_HASHES),
             )
             is_different |= model.votes is not None and not model.votes.is_content_equal
             is_local |= model.is_local

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
+from ovpatch_plugins.dist_optimizer import agreement
 from ovpatch_plugins.dist_optimizer.agreement import hash_content
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import REASON_DIFFERENT
 from tests.plugins.ddp.arms import Record, data
@@ -48,6 +49,65 @@ def the_last_bit(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["sgd"](model.parameters())
 
 
+def two_last_bits(model: nn.Module) -> torch.optim.Optimizer:
+    bits = next(model.parameters()).data.view(torch.int32)
+    if dist.get_rank() == 1:
+        bits[0, :2] += torch.tensor([1, -1], dtype=torch.int32)
+    return OPTIMIZERS["adamw"](model.parameters())
+
+
+def the_order_of_rows(model: nn.Module) -> torch.optim.Optimizer:
+    weight = next(model.parameters()).data
+    weight.copy_(weight.roll(dist.get_rank(), 0))
+    return OPTIMIZERS["adamw"](model.parameters())
+
+
+def signs(model: nn.Module) -> torch.optim.Optimizer:
+    """All elements have one magnitude, and as many are negative on each rank, as after a step by signs."""
+    weight = next(model.parameters()).data
+    weight.fill_(0.5)
+    weight[dist.get_rank()].neg_()
+    return OPTIMIZERS["adamw"](model.parameters())
+
+
+class Subclass(nn.Parameter):
+    """A parameter of a script's own class, with plain memory."""
+
+
+def a_parameter_of_another_class(model: nn.Module) -> torch.optim.Optimizer:
+    change(next(p for p in model.parameters() if isinstance(p, Subclass)))
+    return OPTIMIZERS["adamw"](model.parameters())
+
+
+def a_learning_rate(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + dist.get_rank()))
+
+
+def a_learning_rate_in_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
+    lr = torch.tensor(0.01 * (1 + dist.get_rank()))
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def a_parameter_that_is_frozen_for_some_steps(model: nn.Module) -> torch.optim.Optimizer:
+    first = next(model.parameters())
+    change(first)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    first.requires_grad_(False)
+    opt.step()
+    first.requires_grad_(True)
+    return opt
+
+
+def a_parameter_with_lazy_state(model: nn.Module) -> torch.optim.Optimizer:
+    trained = OPTIMIZERS["adamw"](model.parameters())
+    for number in range(20, 23):
+        step(model, trained, number)
+    change(next(model.parameters()))
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    opt.state = trained.state
+    return opt
+
+
 def state(model: nn.Module) -> torch.optim.Optimizer:
     trained = OPTIMIZERS["adamw"](model.parameters())
     step(model, trained, 20)
@@ -75,9 +135,26 @@ def a_local_step_of_another(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["adam"](model.parameters())
 
 
-DIFFERENT = {make.__name__: make for make in (a_parameter, the_last_bit)}
+DIFFERENT = {
+    make.__name__: make
+    for make in (
+        a_parameter,
+        the_last_bit,
+        two_last_bits,
+        the_order_of_rows,
+        signs,
+        a_parameter_of_another_class,
+        a_learning_rate,
+        a_learning_rate_in_a_tensor,
+        a_parameter_that_is_frozen_for_some_steps,
+    )
+}
 # Another optimizer comes before: it is sharded, or falls back.
-AFTER_ANOTHER = {"state": (state, 1, 1), "a local step of another": (a_local_step_of_another, 0, 2)}
+AFTER_ANOTHER = {
+    "state": (state, 1, 1),
+    "a parameter with lazy state": (a_parameter_with_lazy_state, 3, 1),
+    "a local step of another": (a_local_step_of_another, 0, 2),
+}
 
 
 def nothing(model: nn.Module) -> torch.optim.Optimizer:
@@ -91,9 +168,27 @@ def a_small_parameter(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def a_frozen_parameter(model: nn.Module) -> torch.optim.Optimizer:
-    first = next(model.parameters())
-    change(first)
+    # The wrapper does not have it.
+    change(next(model.parameters()))
     return OPTIMIZERS["adamw"](model.parameters())
+
+
+def state_of_many_kinds(model: nn.Module) -> torch.optim.Optimizer:
+    """State whose memory is not its content."""
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    weight = next(model.parameters())
+    opt.state[weight] |= {
+        "conjugate": torch.fft.fft(weight.detach()).conj(),
+        "negative": torch.ones(3, dtype=torch.complex64).conj().imag,
+        "meta": torch.empty(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        "empty": torch.empty(0),
+        "strided": torch.arange(6.0, dtype=torch.float64)[::2],
+        "text": "a",
+        "object": object(),
+    }
+    return opt
 
 
 def state_that_one_rank_has_read(model: nn.Module) -> torch.optim.Optimizer:
@@ -117,13 +212,19 @@ def parameters_that_one_rank_has_read(model: nn.Module) -> torch.optim.Optimizer
     return OPTIMIZERS["adamw"](model.parameters())
 
 
-EQUAL = {make.__name__: make for make in (nothing, a_small_parameter, a_frozen_parameter)}
+EQUAL = {
+    make.__name__: make
+    for make in (nothing, a_small_parameter, a_frozen_parameter, state_of_many_kinds)
+}
 READ_BY_ONE = (state_that_one_rank_has_read, parameters_that_one_rank_has_read)
 
 
-def train(make: Any, freeze: bool = False) -> list[Record]:
+def train(make: Any) -> list[Record]:
     module = net()
-    next(module.parameters()).requires_grad_(not freeze)
+    first = next(module.parameters())
+    first.requires_grad_(make is not a_frozen_parameter)
+    if make is a_parameter_of_another_class:
+        module[0].weight = Subclass(first.data)
     model = ddp(module)
     opt = make(model)
     return [step(model, opt, number) for number in range(5)]
@@ -143,9 +244,7 @@ def test_ranks_that_differ_after_another_optimizer(ranks, name):
 
 
 def test_ranks_that_are_equal_share_the_steps(ranks):
-    cases = {
-        name: {"make": make, "freeze": make is a_frozen_parameter} for name, make in EQUAL.items()
-    }
+    cases = {name: {"make": make} for name, make in EQUAL.items()}
     cases |= {make.__name__: {"make": make} for make in READ_BY_ONE}
     check_all(ranks(2)(all_cases, train, cases), steps=5)
 
@@ -173,6 +272,32 @@ def test_a_hash_depends_on_each_bit_only(dtype, transposed):
     same = tensor.t().contiguous().t() if transposed else tensor.clone()
     changed = same.clone()
     changed[2, 3] = 1.0
-    assert hash_content([tensor, 3, None]) == hash_content([same])
+    assert hash_content([tensor, 3, None]) == hash_content([same, 3])
     assert hash_content([tensor]) != hash_content([changed])
     assert hash_content([tensor, changed]) != hash_content([changed, tensor])
+    assert hash_content([tensor]) != hash_content([tensor.roll(1, 0)])
+    assert hash_content([tensor]) != hash_content([tensor.flatten()])
+    assert hash_content([[{"lr": 0.1}, tensor]]) != hash_content([[{"lr": 0.2}, tensor]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
+def test_a_hash_reads_parts_of_a_tensor_in_order(monkeypatch, dtype):
+    tensor = torch.arange(30).to(dtype)
+    full = {hash_content([tensor.roll(shift)]) for shift in range(30)}
+    monkeypatch.setattr(agreement, "_CHUNK_WORDS", 8)
+    parts = {hash_content([tensor.roll(shift)]) for shift in range(30)}
+    assert len(full) == len(parts) == 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_hash_depends_on_each_sign(dtype):
+    signs = torch.ones(64, dtype=dtype)
+    found = {hash_content([signs.neg_() if step == 0 else flip(signs, step)]) for step in range(40)}
+    assert len(found) == 40
+
+
+def flip(signs: torch.Tensor, step: int) -> torch.Tensor:
+    """Change two signs, so that as many are even as before."""
+    signs[step].neg_()
+    signs[step + 1].neg_()
+    return signs
