@@ -20,9 +20,9 @@ class random_numbers(Loop):
 
 @habit()
 class step_with_gradients_enabled(Loop):
-    """The step runs with gradients enabled or disabled."""
+    """The step runs with gradients enabled or disabled, or in inference mode."""
 
-    __mode = Choice(torch.enable_grad, torch.no_grad)
+    __mode = Choice(torch.enable_grad, torch.no_grad, torch.inference_mode)
 
     def step(self, step):
         with self.__mode():

@@ -200,11 +200,12 @@ class AllGatherBucket:
         # These nodes give a tensor the same number of owners with and without a graph. One more
         # owner is a scripted module, or a graph whose backward is still to run; they read memory
         # without a call that could wait.
-        self._nodes = [
-            torch.autograd.graph.get_gradient_edge(param).node
-            for param in params
-            if param.requires_grad
-        ]
+        with torch.inference_mode(False):
+            self._nodes = [
+                torch.autograd.graph.get_gradient_edge(param).node
+                for param in params
+                if param.requires_grad
+            ]
 
         # - The gather in flight
         # Reentrant: a finalizer or a signal handler may read a parameter during this thread's wait.
