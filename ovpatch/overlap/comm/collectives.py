@@ -491,7 +491,11 @@ class AllGather:
 
         NCCL gathers on the current stream, without the events of a call and a wait.
         """
-        _wait_for(self([output], [part], self._blocking_options))
+        if _transports is not None or self._ungrouped is not None or part.is_complex():
+            _wait_for(self([output], [part], self._blocking_options))
+            return
+        # The lists of a call for several tensors take host time in every layer.
+        _wait_for((self._group._allgather_base(output, part, self._blocking_options),))
 
     def __call__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
@@ -576,7 +580,10 @@ class ReduceScatter:
 
         NCCL sums on the current stream, without the events of a call and a wait.
         """
-        _wait_for(self([output], [terms], self._blocking_options))
+        if _transports is not None or self._ungrouped is not None or terms.is_complex():
+            _wait_for(self([output], [terms], self._blocking_options))
+            return
+        _wait_for((self._group._reduce_scatter_base(output, terms, self._blocking_options),))
 
     def __call__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None

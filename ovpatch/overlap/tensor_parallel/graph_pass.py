@@ -24,7 +24,11 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ovpatch.overlap.tensor_parallel import operators, tp_group
-from ovpatch.overlap.tensor_parallel.operators import GATHER_LINEARS, LINEARS_SCATTER
+from ovpatch.overlap.tensor_parallel.operators import (
+    GATHER_LINEARS,
+    INPUT_GRADS_SCATTER,
+    LINEAR_SCATTER,
+)
 
 _ATEN: Final = torch.ops.aten
 _COLLECTIVES: Final = torch.ops._c10d_functional
@@ -221,6 +225,10 @@ class _Inserter:
         """Insert a reshape, unless the node has these sizes."""
         return node if _shape(node) == sizes else self.call(_ATEN.reshape.default, node, [*sizes])
 
+    def transpose(self, weight: Node) -> Node:
+        """Insert the transpose of a matrix, which later passes simplify if the matrix is a transpose itself."""
+        return self.call(_ATEN.permute.default, weight, [1, 0])
+
     def swap(self, rows: Node, outer: int, inner: int) -> Node:
         """Return rows ``[outer, inner, ..]`` in the order ``[inner, outer, ..]``, as a matrix."""
         count, features = _shape(rows)
@@ -277,7 +285,7 @@ class _Gather:
         fused = insert.call(
             GATHER_LINEARS,
             insert.reshape(x, prod(sizes), features),
-            [gemm.weight for gemm, _ in self.gemms],
+            [insert.transpose(gemm.weight) for gemm, _ in self.gemms],
             [gemm.bias for gemm, _ in self.gemms],
             group,
             schedule,
@@ -378,14 +386,14 @@ class _Scatter:
         world, group = self.collective.args[-2:]
         assert isinstance(world, int)
         insert = _Inserter(graph, self.collective)
-        fused = insert.call(
-            LINEARS_SCATTER,
-            [insert.swap(gemm.rows, self.blocks, world) for gemm in self.gemms],
-            [gemm.weight for gemm in self.gemms],
-            self.gemms[0].bias,
-            group,
-            schedule,
-        )
+        operands = [insert.swap(gemm.rows, self.blocks, world) for gemm in self.gemms]
+        if len(self.gemms) == 1:
+            (gemm,) = self.gemms
+            weight = insert.transpose(gemm.weight)
+            fused = insert.call(LINEAR_SCATTER, operands[0], weight, gemm.bias, group, schedule)
+        else:
+            weights = [gemm.weight for gemm in self.gemms]
+            fused = insert.call(INPUT_GRADS_SCATTER, operands, weights, group, schedule)
         rows = insert.reshape(fused, *_shape(self.wait))
         self.wait.replace_all_uses_with(rows)
         # A graph may return the result of the collective itself.

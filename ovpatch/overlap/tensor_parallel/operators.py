@@ -1,6 +1,6 @@
 """The operators on rows: a linear whose weight is sharded over the ranks, with its collective.
 
-Each operator is defined here once, and :mod:`.tp_autograd` computes it. :mod:`.graph_pass` puts two operators without
+Each operator is defined here once, and :mod:`.tp_autograd` computes it. :mod:`.graph_pass` puts operators without
 gradients into compiled graphs.
 """
 
@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-from ovpatch.overlap.tensor_parallel import operator_counts, tp_group
+from ovpatch.overlap.tensor_parallel import operator_counts
 from ovpatch.overlap.tensor_parallel.layout import get_local, wrap_grad
 from ovpatch.overlap.tensor_parallel.schedules import Schedule, parse_schedule
 from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, compute_weight_grad, linear
-from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup, resolve_group, resolve_tp_group
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, autocast_dtype
 
 WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor | None]
@@ -347,11 +345,7 @@ def _gather_linears(
 ) -> list[Tensor]:
     _count_call()
     outputs, gathered = parse_schedule(schedule).gather_linear(
-        _find_ranks(group, x),
-        x.contiguous(),
-        [weight.t() for weight in weights],
-        biases,
-        needs_gathered,
+        resolve_tp_group(group, x.device), x.contiguous(), weights, biases, needs_gathered
     )
     if not needs_gathered:
         return outputs
@@ -367,40 +361,43 @@ def _fake_gather_linears(
     schedule: str,
     needs_gathered: bool,
 ) -> list[Tensor]:
-    rows = x.shape[0] * _find_group(group).size()
-    outputs = [x.new_empty((rows, weight.shape[1])) for weight in weights]
+    rows = x.shape[0] * resolve_group(group).size()
+    outputs = [x.new_empty((rows, weight.shape[0])) for weight in weights]
     return [*outputs, x.new_empty((rows, x.shape[1]))] if needs_gathered else outputs
 
 
-def _linears_scatter(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, group: str, schedule: str
+def _linear_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str
 ) -> Tensor:
     _count_call()
-    ranks = _find_ranks(group, xs[0])
-    if len(xs) == 1:
-        return parse_schedule(schedule).linear_scatter(
-            ranks, xs[0].contiguous(), weights[0].t(), bias
-        )
-    # A sum of GEMMs is the gradient of an input that several linears share.
-    request = ColumnGrads(xs, None, weights, None, xs[0].dtype)
-    result = parse_schedule(schedule).gather_linear_backward(ranks, request)
+    return parse_schedule(schedule).linear_scatter(
+        resolve_tp_group(group, x.device), x.contiguous(), weight, bias
+    )
+
+
+def _fake_linear_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str
+) -> Tensor:
+    return x.new_empty((x.shape[0] // resolve_group(group).size(), weight.shape[0]))
+
+
+def _input_grads_scatter(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], group: str, schedule: str
+) -> Tensor:
+    _count_call()
+    request = ColumnGrads(grads, None, weights, None, grads[0].dtype)
+    result = parse_schedule(schedule).gather_linear_backward(
+        resolve_tp_group(group, grads[0].device), request
+    )
     assert result is not None
     return result
 
 
-def _fake_linears_scatter(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, group: str, schedule: str
+def _fake_input_grads_scatter(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], group: str, schedule: str
 ) -> Tensor:
-    return xs[0].new_empty((xs[0].shape[0] // _find_group(group).size(), weights[0].shape[1]))
-
-
-def _find_group(name: Any) -> dist.ProcessGroup:
-    """Return the process group of a name."""
-    return distributed_c10d._resolve_process_group(name)
-
-
-def _find_ranks(group: str, x: Tensor) -> TPGroup:
-    return tp_group.get_tp_group(_find_group(group), x.device)
+    rows = grads[0].shape[0] // resolve_group(group).size()
+    return grads[0].new_empty((rows, weights[0].shape[1]))
 
 
 def _count_call() -> None:
@@ -409,25 +406,35 @@ def _count_call() -> None:
     operator_counts.counts.compiled_calls += 1
 
 
+# Weights have the shapes in which schedules take them, so that no call transposes a weight.
+
 GATHER_LINEARS: Final = _define(
     "gather_linears(Tensor x, Tensor[] weights, Tensor?[] biases, str group, str schedule, bool needs_gathered)"
     " -> Tensor[]",
     _gather_linears,
     _fake_gather_linears,
 )
-"""Gathers rows ``[m, k]``, and multiplies them by weights ``[k, n_i]``, with biases ``[n_i]`` or None.
+"""Gathers rows ``[m, k]``, and applies linears with weights ``[n_i, k]`` and biases ``[n_i]`` or None.
 
 Returns ``[world * m, n_i]`` for each weight. With ``needs_gathered`` the gathered rows come last.
 """
 
-LINEARS_SCATTER: Final = _define(
-    "linears_scatter(Tensor[] xs, Tensor[] weights, Tensor? bias, str group, str schedule) -> Tensor",
-    _linears_scatter,
-    _fake_linears_scatter,
+LINEAR_SCATTER: Final = _define(
+    "linear_scatter(Tensor x, Tensor weight, Tensor? bias, str group, str schedule) -> Tensor",
+    _linear_scatter,
+    _fake_linear_scatter,
 )
-"""Sums the GEMMs of ``[world * m, k_i]`` and ``[k_i, n]`` over the operands and the ranks; returns this rank's rows.
+"""Applies a linear with weight ``[n, k]`` to ``[world * m, k]``, and sums over the ranks.
 
-The result is ``[m, n]``.
+Returns this rank's rows, ``[m, n]``. ``bias``, ``[n]``, is this rank's term of the bias.
+"""
 
-``bias``, ``[n]``, is this rank's term of the bias. Only a single GEMM may have one.
+INPUT_GRADS_SCATTER: Final = _define(
+    "input_grads_scatter(Tensor[] grads, Tensor[] weights, str group, str schedule) -> Tensor",
+    _input_grads_scatter,
+    _fake_input_grads_scatter,
+)
+"""Sums the GEMMs of ``[world * m, n_i]`` and ``[n_i, k]`` over the operands and the ranks.
+
+Such a sum is the gradient of an input that several linears share. Returns this rank's rows, ``[m, k]``.
 """

@@ -6,6 +6,7 @@ A gathered matrix, and the input of a reduce-scatter, has the rows of all ranks 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class TPGroup:
         return gathered, WorkGroup(works)
 
     def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
-        gathered = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+        gathered = _make_rows(rows, rows.shape[0] * self.world)
         return gathered, self._all_gather([gathered], [rows])
 
     def gather_rows(self, rows: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class TPGroup:
             gathered, pending = self.all_gather(rows)
             pending.wait()
         else:
-            gathered = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+            gathered = _make_rows(rows, rows.shape[0] * self.world)
             self._all_gather.run(gathered, rows)
         return gathered
 
@@ -103,12 +104,12 @@ class TPGroup:
             part, pending = self.reduce_scatter(rows)
             pending.wait()
         else:
-            part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
+            part = _make_rows(rows, rows.shape[0] // self.world)
             self._reduce_scatter.run(part, rows)
         return part
 
     def _start_scatter(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
-        part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
+        part = _make_rows(rows, rows.shape[0] // self.world)
         return part, self._reduce_scatter([part], [rows])
 
     def all_reduce(self, rows: Tensor) -> WorkGroup:
@@ -143,6 +144,12 @@ class TPGroup:
         return WorkGroup(dist.batch_isend_irecv(operations), (outgoing,))
 
 
+def _make_rows(like: Tensor, count: int) -> Tensor:
+    """Return undefined rows with the features of other rows."""
+    # new_empty() parses a tuple of sizes nearly twice as long as two numbers.
+    return like.new_empty(count, like.shape[1])
+
+
 def get_tp_group(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
     """Return the :class:`TPGroup` of a process group, created by the first call."""
     state, key = group_state(group), (TPGroup, device)
@@ -151,6 +158,30 @@ def get_tp_group(group: dist.ProcessGroup, device: torch.device) -> TPGroup:
     if tp_group is None:
         tp_group = state.get_or_create(key, lambda: TPGroup(group, device), keeps_group=True)
     return tp_group
+
+
+def resolve_group(name: Any) -> dist.ProcessGroup:
+    """Return the process group of a name.
+
+    Raises:
+        RuntimeError: There is no group of this name.
+    """
+    return distributed_c10d._resolve_process_group(name)
+
+
+# Operators of graphs have names of groups. The references are weak, so that this table keeps no group alive.
+_tp_groups_by_name: dict[tuple[str, torch.device], weakref.ref[TPGroup]] = {}
+
+
+def resolve_tp_group(name: str, device: torch.device) -> TPGroup:
+    """Return the :class:`TPGroup` of a process group's name; see :func:`resolve_group`."""
+    reference = _tp_groups_by_name.get((name, device))
+    found = None if reference is None else reference()
+    # A new group may have the name of a destroyed group.
+    if found is None or is_destroyed(found.group):
+        found = get_tp_group(resolve_group(name), device)
+        _tp_groups_by_name[name, device] = weakref.ref(found)
+    return found
 
 
 _generation = 0
@@ -194,6 +225,7 @@ def drop_tp_groups() -> None:
     """Drop all :class:`TPGroup` objects, and make ranks compare their settings again."""
     global _generation
     _generation += 1
+    _tp_groups_by_name.clear()
     drop_values(TPGroup)
     drop_values(_Agreement)
 

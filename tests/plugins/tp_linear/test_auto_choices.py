@@ -15,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ovpatch.overlap.kernels.autotuner import Autotuner, Choice, Tuning
 from ovpatch.overlap.tensor_parallel import tp_group
-from ovpatch.overlap.tensor_parallel.operators import GATHER_LINEARS, LINEARS_SCATTER, OPERATORS
+from ovpatch.overlap.tensor_parallel.operators import (
+    GATHER_LINEARS,
+    INPUT_GRADS_SCATTER,
+    LINEAR_SCATTER,
+    OPERATORS,
+)
 from ovpatch.overlap.tensor_parallel.schedule_table import MEASURED_NAMES
 from ovpatch.overlap.tensor_parallel.schedules import (
     Schedule,
@@ -287,10 +292,9 @@ def find_wrong_graph_nodes() -> list[str]:
     """Return the operators of compiled graphs that other schedules computed, or whose results differ."""
     world, found = dist.get_world_size(), []
     x, wide = (draw(rows, 10, seed=rows, dtype=torch.float64) for rows in (8, 8 * world))
-    weights = [draw(10, 6, seed=seed, dtype=torch.float64) for seed in (1, 2)]
+    weights = [draw(6, 10, seed=seed, dtype=torch.float64) for seed in (1, 2)]
     bias, group = draw(6, seed=3, dtype=torch.float64), dist.group.WORLD.group_name
-    xs = [wide, 2 * wide]
-    # Several terms are summed as the gradient of an input is.
+    grads = [draw(8 * world, 6, seed=seed, dtype=torch.float64) for seed in (4, 5)]
     nodes: dict[str, tuple[str, str, Callable[[str], Any]]] = {
         "gather": (
             "gather_linear",
@@ -300,12 +304,12 @@ def find_wrong_graph_nodes() -> list[str]:
         "scatter": (
             "linear_scatter",
             "forward",
-            lambda schedule: LINEARS_SCATTER(xs[:1], weights[:1], bias, group, schedule),
+            lambda schedule: LINEAR_SCATTER(wide, weights[0], bias, group, schedule),
         ),
-        "scatter of a sum": (
+        "scatter of input gradients": (
             "gather_linear",
             "backward",
-            lambda schedule: LINEARS_SCATTER(xs, weights, None, group, schedule),
+            lambda schedule: INPUT_GRADS_SCATTER(grads, weights, group, schedule),
         ),
     }
     with copies_allowed():

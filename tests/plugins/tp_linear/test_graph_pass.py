@@ -18,7 +18,11 @@ from torch.fx import Graph
 import ovpatch
 from ovpatch.overlap.tensor_parallel import graph_pass, tp_group
 from ovpatch.overlap.tensor_parallel.graph_pass import FusionPass, InstalledPass
-from ovpatch.overlap.tensor_parallel.operators import GATHER_LINEARS, LINEARS_SCATTER
+from ovpatch.overlap.tensor_parallel.operators import (
+    GATHER_LINEARS,
+    INPUT_GRADS_SCATTER,
+    LINEAR_SCATTER,
+)
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.tp_linear.arms import SCHEDULES, apply, draw, mesh
 from tests.plugins.tp_linear.fused_graphs import make_backend
@@ -185,7 +189,7 @@ def run_patterns(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def count_operators(code: str) -> int:
     return sum(
         code.count(f"ovpatch.{operator.name().removeprefix('ovpatch::').removesuffix('.default')}.")
-        for operator in (GATHER_LINEARS, LINEARS_SCATTER)
+        for operator in (GATHER_LINEARS, LINEAR_SCATTER, INPUT_GRADS_SCATTER)
     )
 
 

@@ -289,13 +289,18 @@ def test_late_apply_with_foreign_hooks_and_classes(ranks):
 def kept_after_revert() -> list[int]:
     from ovpatch.overlap.tensor_parallel import tp_group
 
-    group = dist.new_group()
+    group, cpu = dist.new_group(), torch.device("cpu")
+    name = group.group_name
     with ovpatch.applied("tp_linear"):
         made()(rows()).sum().backward()
-        tp_group.get_tp_group(group, torch.device("cpu"))
+        resolved = {tp_group.resolve_tp_group(name, cpu) for _ in range(2)}
+        assert resolved == {tp_group.get_tp_group(group, cpu)}
+        resolved.clear()
         dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError, match=name):
+            tp_group.resolve_tp_group(name, cpu)
         live = [owner for owner, _ in group_values(tp_group.TPGroup) if owner is not group]
-        tp_group.get_tp_group(dist.new_group(), torch.device("cpu"))
+        tp_group.get_tp_group(dist.new_group(), cpu)
         held = [owner for owner, _ in group_values(tp_group.TPGroup) if owner is group]
     gc.collect()
     return [len(live), len(held), len(group_values(tp_group.TPGroup))]

@@ -57,7 +57,11 @@ class Bulk(Schedule):
         self, ranks: TPGroup, request: ColumnGrads, dtype: torch.dtype
     ) -> tuple[Tensor, WorkGroup]:
         """Start to sum the input's gradient over the ranks; return this rank's rows, ``[m, k]``, and the collective."""
-        return ranks.reduce_scatter(request.compute_input_grad(dtype))
+        total = request.compute_input_grad(dtype)
+        # No GEMM hides the reduce-scatter, so it runs on the current stream. Events of a second stream take host time.
+        if request.compute_weight_grads is None and BACKWARD_WAITS.launch_inside is None:
+            return ranks.scatter_rows(total), _NO_WORK
+        return ranks.reduce_scatter(total)
 
     def replicated_linear_backward(self, ranks: TPGroup, request: ColumnGrads) -> Tensor | None:
         result, pending_reduce = None, _NO_WORK

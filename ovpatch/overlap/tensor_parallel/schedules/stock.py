@@ -250,7 +250,8 @@ def sum_input_grads(
             if total is None and extra_term is not None and extra_term.dtype == weight.dtype:
                 # The GEMM writes into the total, and the term belongs to the caller.
                 total, extra_term = extra_term.clone(), None
-            total = grad @ weight if total is None else total.addmm_(grad, weight)
+            # torch.mm() skips the dispatch of torch.matmul() on numbers of dimensions.
+            total = torch.mm(grad, weight) if total is None else total.addmm_(grad, weight)
     if total is None:
         assert extra_term is not None
         # The caller's term must not share memory with the result, which the schedules sum over the ranks in place.
