@@ -3,6 +3,10 @@
 It turns ``all_gather -> GEMMs`` and ``GEMM (+ GEMM ..) -> reduce_scatter`` into operators of :mod:`.operators`. Every
 other pattern stays in the graph unchanged.
 
+[Note: casts in a graph] Autocast casts gathered rows for their GEMMs. A cast of each shard before the gather gives the
+same bits with fewer bytes to send, so the pass moves the cast. The gradients of that input are cast back before their
+sum and the reduce-scatter. Their sum in the narrow dtype would have other bits, so this pattern stays unchanged.
+
 [Note: rows of a graph] A collective concatenates the rows of ranks, rank after rank. DTensor shards a sequence that
 comes after a batch dimension, so a ``split`` and a ``cat`` move the ranks between both: rows are then
 ``[blocks, world, m // blocks]``. An operator has its rows rank after rank, so the pass permutes rows in blocks.
@@ -36,6 +40,8 @@ _COLLECTIVES: Final = torch.ops._c10d_functional
 _ALL_GATHER: Final = _COLLECTIVES.all_gather_into_tensor.default
 _REDUCE_SCATTER: Final = _COLLECTIVES.reduce_scatter_tensor.default
 
+_CAST: Final = torch.ops.prims.convert_element_type.default
+
 _RESHAPES: Final = (_ATEN.view.default, _ATEN.reshape.default)
 
 # The nodes that compute a weight or a bias of a GEMM from a parameter. They only read, so they can move up.
@@ -45,7 +51,7 @@ _MOVABLE: Final = (
     _ATEN.t.default,
     _ATEN.transpose.int,
     _ATEN.div.Tensor,
-    torch.ops.prims.convert_element_type.default,
+    _CAST,
 )
 
 
@@ -69,6 +75,7 @@ class FusionPass(CustomGraphPass):
                 continue
             fused: _Gather | _Scatter | None
             if collective.target is _ALL_GATHER:
+                _hoist_casts(graph, wait, collective)
                 fused = _match_gather(graph, wait, collective)
             else:
                 fused = _match_scatter(wait, collective)
@@ -216,10 +223,18 @@ class _Inserter:
         """Insert a call."""
         with self._graph.inserting_before(self._anchor):
             node = self._graph.call_function(target, args)
-        fake_args = map_arg(args, lambda argument: argument.meta["val"])
-        with self._fake_mode:
-            node.meta["val"] = target(*fake_args)
+        self.update(node)
         return node
+
+    def update(self, node: Node) -> None:
+        """Compute the fake tensor of a node whose inputs have changed."""
+        target: Any = node.target
+        fake_args = map_arg(node.args, lambda argument: argument.meta["val"])
+        fake_kwargs = map_arg(node.kwargs, lambda argument: argument.meta["val"])
+        with self._fake_mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        # Some passes of torch read these facts instead.
+        node.meta.pop("tensor_meta", None)
 
     def reshape(self, node: Node, *sizes: int) -> Node:
         """Insert a reshape, unless the node has these sizes."""
@@ -310,6 +325,55 @@ class _Gather:
         known = {self.wait, *self.copies, *(gemm.node for gemm, _ in self.gemms)}
         sources = (self.collective, self.wait, *self.copies)
         return any(user not in known for source in sources for user in source.users)
+
+
+def _hoist_casts(graph: Graph, wait: Node, collective: Node) -> None:
+    """Cast rows before their gather if the graph casts all gathered rows; see [Note: casts in a graph]."""
+    rows, world, _ = collective.args
+    assert isinstance(rows, Node)
+    assert isinstance(world, int)
+    # The nodes with gathered rows that are not cast, each after its inputs.
+    uncast: list[Node] = [wait]
+    casts: list[Node] = []
+    for source in (sources := [wait]):
+        for user in source.users:
+            regrouping = _parse_regrouping(user, world)
+            if user.target is _CAST:
+                casts.append(user)
+            elif _is_reshape_of_rows(user):
+                sources.append(user)
+                uncast.append(user)
+            elif regrouping is not None:
+                sources.append(regrouping.cat)
+                uncast += regrouping.nodes
+            # The gather must send this reader all bits.
+            else:
+                return
+    dtypes = {_dtype(cast) for cast in casts}
+    if len(dtypes) != 1 or len(collective.users) != 1 or not any(map(_feeds_gemm, casts)):
+        return
+    (dtype,) = dtypes
+    # An early cast to a wider dtype would send more bytes.
+    if not dtype.is_floating_point or dtype.itemsize > _dtype(rows).itemsize:
+        return
+    insert = _Inserter(graph, collective)
+    collective.replace_input_with(rows, insert.call(_CAST, rows, dtype))
+    for node in (collective, *uncast):
+        insert.update(node)
+    for cast in casts:
+        cast.replace_all_uses_with(cast.all_input_nodes[0])
+        graph.erase_node(cast)
+
+
+def _feeds_gemm(rows: Node) -> bool:
+    """Return whether a GEMM multiplies rows, or a reshape of them, by a matrix."""
+    for source in (sources := [rows]):
+        for user in source.users:
+            if _is_reshape_of_rows(user):
+                sources.append(user)
+            elif (gemm := _parse_gemm(user)) is not None and gemm.rows is source:
+                return True
+    return False
 
 
 def _match_gather(graph: Graph, wait: Node, collective: Node) -> _Gather | None:

@@ -83,6 +83,14 @@ def gather_then_scatter(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int
     return scatter(nn.functional.linear(hidden, weights[1].t()), dim)
 
 
+def gather_of_a_cast(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Any:
+    # The schedules split GEMMs, so only sums of small integers have the same bits in fp32.
+    rounded = [(4 * weight).round() for weight in weights[:2]]
+    full = gather((4 * x).round(), dim).float()
+    q, k = (nn.functional.linear(full, weight.float()) for weight in rounded)
+    return q, k, full
+
+
 # The number of operators in the graph of each function.
 FUSED: dict[Pattern, int] = {
     shared_gather: 1,
@@ -92,6 +100,7 @@ FUSED: dict[Pattern, int] = {
     scatter_of_a_sum: 1,
     scatter_of_a_biased_linear: 1,
     gather_then_scatter: 2,
+    gather_of_a_cast: 1,
 }
 
 
@@ -99,8 +108,27 @@ def averaged(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor
     return scatter(nn.functional.linear(x, weights[0]), dim, "avg")
 
 
-def product_of_a_cast(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor:
-    return nn.functional.linear(gather(x, dim).float(), weights[0].float())
+def cast_of_rows_that_are_read(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Any:
+    full = gather(x, dim)
+    return nn.functional.linear(full.float(), weights[0].float()), full
+
+
+def casts_to_two_dtypes(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Any:
+    full = gather(x, dim)
+    return nn.functional.linear(full.float(), weights[0].float()), full.bfloat16()
+
+
+def cast_to_a_wider_dtype(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor:
+    return nn.functional.linear(gather(x.float(), dim).double(), weights[0])
+
+
+def cast_without_a_gemm(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor:
+    return gather(x, dim).float().sin()
+
+
+def scatter_of_casts(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor:
+    q, k = (nn.functional.linear(x.float(), weight.float()) for weight in weights[:2])
+    return scatter(q.double() + k.double(), dim)
 
 
 def integers(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor:
@@ -138,7 +166,11 @@ def half_of_the_ranks(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) 
 
 UNCHANGED: tuple[Pattern, ...] = (
     averaged,
-    product_of_a_cast,
+    cast_of_rows_that_are_read,
+    casts_to_two_dtypes,
+    cast_to_a_wider_dtype,
+    cast_without_a_gemm,
+    scatter_of_casts,
     integers,
     biased_terms,
     term_that_is_read_twice,
