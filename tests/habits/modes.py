@@ -20,12 +20,22 @@ class random_numbers(Loop):
 
 @habit()
 class step_with_gradients_enabled(Loop):
-    """The step runs with gradients enabled or disabled, or in inference mode."""
+    """The step runs with gradients enabled or disabled."""
 
-    __mode = Choice(torch.enable_grad, torch.no_grad, torch.inference_mode)
+    __mode = Choice(torch.enable_grad, torch.no_grad)
 
     def step(self, step):
         with self.__mode():
+            self.opt.step()
+
+
+# In stock PyTorch, state is then a tensor that no other code may write into.
+@habit(without=("write_state",))
+class step_in_inference_mode(Loop):
+    """The step runs in inference mode."""
+
+    def step(self, step):
+        with torch.inference_mode():
             self.opt.step()
 
 

@@ -30,6 +30,27 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_different_ranks.py",),
     ),
     Fault(
+        "a hash does not depend on the places of words",
+        _SHARDING + "agreement.py",
+        "weighted.mul_(weights[: words.numel()]).sum()",
+        "weighted.sum()",
+        (_SHARDING_TESTS + "test_different_ranks.py",),
+    ),
+    Fault(
+        "lazy state hides parameters that differ",
+        _SHARDING + "agreement.py",
+        "for found in map(hash_content, (params, state))",
+        "for found in [hash_content((params, state))] * 2",
+        (_SHARDING_TESTS + "test_different_ranks.py",),
+    ),
+    Fault(
+        "a step in inference mode finds no node of a parameter",
+        _SHARDING + "param_all_gather.py",
+        "        with torch.inference_mode(False):\n",
+        "        if True:\n",
+        (_SHARDING_TESTS + "test_modes.py",),
+    ),
+    Fault(
         "an infinity on another rank is lost",
         _SHARDING + "clip_grad.py",
         "found[device].copy_(seen)",

@@ -49,6 +49,13 @@ FAULTS: Final = (
         ("tests/plugins/tp_linear/test_graph_pass.py",),
     ),
     Fault(
+        "gathered rows are cast before their gather though the graph reads them uncast",
+        "ovpatch/overlap/tensor_parallel/graph_pass.py",
+        "            # The gather must send this reader all bits.\n            else:\n                return\n",
+        "",
+        ("tests/plugins/tp_linear/test_graph_pass.py",),
+    ),
+    Fault(
         "compiled graphs have operators of groups that have not agreed",
         "ovpatch/overlap/tensor_parallel/graph_pass.py",
         "if world < 2 or group not in tp_group.list_agreed_groups():",
