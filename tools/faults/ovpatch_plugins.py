@@ -10,7 +10,7 @@ _COMPILED_TESTS: Final = "tests/plugins/test_compiled.py"
 
 FAULTS: Final = (
     Fault(
-        "a static graph that torch's reducer takes over queues a callback that it lacks",
+        "a static graph queues its callback for a reducer that does not know it",
         "plugins/ovpatch_plugins/ddp/ddp_attach.py",
         "            ddp._static_graph_delay_allreduce_enqueued = True\n",
         "            pass\n",
