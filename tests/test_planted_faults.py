@@ -165,6 +165,7 @@ def test_no_recorded_fault_has_lost_its_last_catcher_to_the_nightly_tests():
 def test_the_list_of_nightly_tests_names_tests():
     lines = rarely.read_nightly()
     assert lines == list(dict.fromkeys(lines))
+    assert all(line.partition("::")[0].endswith(".py") for line in lines)
     assert [line for line in lines if not plant_faults.exists(line, plant_faults.ROOT)] == []
 
 

@@ -352,7 +352,7 @@ ROOMS = {
     "ovpatch/overlap/tensors": 594,
     "ovpatch/overlap/peer_rpc": 948,
     "plugins/ovpatch_plugins/ddp": 695,
-    "plugins/ovpatch_plugins/dist_optimizer": 3710,
+    "plugins/ovpatch_plugins/dist_optimizer": 3717,
 }
 
 

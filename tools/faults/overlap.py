@@ -56,6 +56,13 @@ FAULTS: Final = (
         ("tests/plugins/tp_linear/test_graph_pass.py",),
     ),
     Fault(
+        "two results of a compiled graph share the memory of a cast",
+        "ovpatch/overlap/tensor_parallel/graph_pass.py",
+        "    if len(casts) > 1 and any(map(_may_return, casts)):\n        return\n",
+        "",
+        ("tests/plugins/tp_linear/test_graph_pass.py",),
+    ),
+    Fault(
         "compiled graphs have operators of groups that have not agreed",
         "ovpatch/overlap/tensor_parallel/graph_pass.py",
         "if world < 2 or group not in tp_group.list_agreed_groups():",

@@ -356,6 +356,9 @@ def _hoist_casts(graph: Graph, wait: Node, collective: Node) -> None:
     # An early cast to a wider dtype would send more bytes.
     if not dtype.is_floating_point or dtype.itemsize > _dtype(rows).itemsize:
         return
+    # No cast shares its memory. The caller may write into a result, and another cast must not change.
+    if len(casts) > 1 and any(map(_may_return, casts)):
+        return
     insert = _Inserter(graph, collective)
     collective.replace_input_with(rows, insert.call(_CAST, rows, dtype))
     for node in (collective, *uncast):
@@ -373,6 +376,18 @@ def _feeds_gemm(rows: Node) -> bool:
                 sources.append(user)
             elif (gemm := _parse_gemm(user)) is not None and gemm.rows is source:
                 return True
+    return False
+
+
+def _may_return(rows: Node) -> bool:
+    """Return whether the graph may return rows, or a view of them."""
+    for source in (sources := [rows]):
+        for user in source.users:
+            if user.op == "output":
+                return True
+            # Any other node may be a view.
+            if _parse_gemm(user) is None and user not in sources:
+                sources.append(user)
     return False
 
 

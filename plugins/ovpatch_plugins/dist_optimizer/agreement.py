@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import numbers
 import time
 import weakref
 import zlib
@@ -93,7 +94,10 @@ NO_HASHES: Final = (_NOT_COMPARED,) * 4
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-# The words that a hash reads at a time, which bounds its memory.
+# Options that choose an implementation, and change no more than the rounding.
+_IMPLEMENTATIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+# The words that a hash reads at a time, which bounds its memory if tensors are contiguous.
 _CHUNK_WORDS: Final = 1 << 20
 
 # Votes that a rank keeps for slower peers. Hosts of GPUs do not wait in votes, and run ahead by
@@ -126,6 +130,13 @@ def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
     cls = type(optimizer)
     return f"{cls.__module__}.{cls.__qualname__} of {len(known)} parameters from {known[0]} to {known[-1]} ({digest})"
+
+
+def hash_options(optimizer: Optimizer, group: Mapping[str, Any]) -> int | None:
+    """Return the hash of the options of a group that the optimizer's class defines."""
+    # Options of the script, such as a path or names, may differ by rank and change no update.
+    known = sorted(optimizer.defaults.keys() - _IMPLEMENTATIONS, key=str)
+    return hash_content([group.get(key) for key in known])
 
 
 def make_hashes(params: Sequence[Any], state: Sequence[Any]) -> tuple[int, ...]:
@@ -172,7 +183,10 @@ def hash_content(values: Sequence[Any]) -> int | None:
                     weights = _make_weights(num_words).to(leaf.device)
                     buffers[leaf.device] = weights, torch.empty_like(weights)
                 sums.setdefault(leaf.device, []).extend(_sum_chunks(leaf, *buffers[leaf.device]))
-            elif isinstance(leaf, (bool, int, float, str)):
+            elif isinstance(leaf, numbers.Number):
+                # Equal numbers of all types have one hash, but each NaN has its own.
+                facts.append("nan" if leaf != leaf else str(hash(leaf)))
+            elif isinstance(leaf, str):
                 facts.append(repr(leaf))
         # A device is read once, after all of its kernels were launched.
         found = [torch.stack(device_sums).tolist() for device_sums in sums.values() if device_sums]
@@ -189,7 +203,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _count_words(tensor: Tensor) -> int:
-    return tensor.numel() * max(tensor.element_size() // 4, 1)
+    """Return the most words that :func:`_sum_chunks` reads."""
+    return tensor.numel() * max(tensor.element_size() // 2, 1)
 
 
 def _make_weights(num_words: int) -> Tensor:

@@ -41,6 +41,7 @@ from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.agreement import (
     NO_HASHES,
     OptimizerName,
+    hash_options,
     list_terms,
     make_hashes,
 )
@@ -411,9 +412,7 @@ class ShardedOptimizer:
         values: dict[ShardedGrads, dict[int, Any]] = {}
         states: dict[ShardedGrads, dict[int, Any]] = {}
         for group in optimizer.param_groups:
-            options = [
-                (key, group[key]) for key in sorted(group) if key not in ("params", "param_names")
-            ]
+            options = hash_options(optimizer, group)
             for param in group["params"]:
                 place = sharded_grads.find(param)
                 if place is None or place[0].votes is None:

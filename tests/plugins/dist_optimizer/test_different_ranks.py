@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +89,10 @@ def a_learning_rate_in_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def a_learning_rate_of_numpy(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=numpy.float32(0.01 * (1 + dist.get_rank())))
+
+
 def a_parameter_that_is_frozen_for_some_steps(model: nn.Module) -> torch.optim.Optimizer:
     first = next(model.parameters())
     change(first)
@@ -146,6 +151,7 @@ DIFFERENT = {
         a_parameter_of_another_class,
         a_learning_rate,
         a_learning_rate_in_a_tensor,
+        a_learning_rate_of_numpy,
         a_parameter_that_is_frozen_for_some_steps,
     )
 }
@@ -191,6 +197,20 @@ def state_of_many_kinds(model: nn.Module) -> torch.optim.Optimizer:
     return opt
 
 
+def options_that_change_no_update(model: nn.Module) -> torch.optim.Optimizer:
+    first = dist.get_rank() == 0
+    opt = torch.optim.SGD(
+        model.parameters(),
+        lr=0.5 if first else numpy.float64(0.5),
+        weight_decay=0 if first else -0.0,
+        foreach=None if first else False,
+    )
+    (group,) = opt.param_groups
+    group |= {0: "a", "rank": dist.get_rank(), "groups": opt.param_groups}
+    group["names"] = ["a name"] * 100
+    return opt
+
+
 def state_that_one_rank_has_read(model: nn.Module) -> torch.optim.Optimizer:
     trained = OPTIMIZERS["adamw"](model.parameters())
     for number in range(20, 23):
@@ -214,7 +234,13 @@ def parameters_that_one_rank_has_read(model: nn.Module) -> torch.optim.Optimizer
 
 EQUAL = {
     make.__name__: make
-    for make in (nothing, a_small_parameter, a_frozen_parameter, state_of_many_kinds)
+    for make in (
+        nothing,
+        a_small_parameter,
+        a_frozen_parameter,
+        options_that_change_no_update,
+        state_of_many_kinds,
+    )
 }
 READ_BY_ONE = (state_that_one_rank_has_read, parameters_that_one_rank_has_read)
 
@@ -263,7 +289,14 @@ def test_the_report_says_why(ranks):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.float8_e4m3fn],
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.complex32,
+        torch.float8_e4m3fn,
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("transposed", [False, True])

@@ -118,6 +118,12 @@ def casts_to_two_dtypes(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int
     return nn.functional.linear(full.float(), weights[0].float()), full.bfloat16()
 
 
+def casts_of_which_one_is_returned(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Any:
+    full = gather(x, dim)
+    # The caller may write into the second result, which must not change what the GEMM has saved.
+    return nn.functional.linear(full.float(), weights[0].float()), full.view(1, *full.shape).float()
+
+
 def cast_to_a_wider_dtype(x: Tensor, weights: list[Tensor], bias: Tensor, dim: int) -> Tensor:
     return nn.functional.linear(gather(x.float(), dim).double(), weights[0])
 
@@ -168,6 +174,7 @@ UNCHANGED: tuple[Pattern, ...] = (
     averaged,
     cast_of_rows_that_are_read,
     casts_to_two_dtypes,
+    casts_of_which_one_is_returned,
     cast_to_a_wider_dtype,
     cast_without_a_gemm,
     scatter_of_casts,
