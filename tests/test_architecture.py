@@ -464,6 +464,7 @@ TABLES = {
     "ovpatch.overlap.kernels.copy_sum_kernel:_compiled": "compiled kernels",
     "ovpatch.overlap.data_parallel.fp32_accumulation:sums": "buckets check whether it is empty, not each gradient",
     "ovpatch.overlap.kernels.symmetric_memory:_last": "the last use on each device",
+    "ovpatch.overlap.tensor_parallel.tp_group:_tp_groups_by_name": "weak references, dropped by revert()",
     "ovpatch.overlap.tensors.lazy_tensor:_blanks": "a zero for each dtype and device",
     "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook checks whether it is empty",
     "ovpatch.patching.wrapper_chain:_skipped": "code objects that Dynamo skips once it is imported",

@@ -46,8 +46,8 @@ FAULTS: Final = (
     Fault(
         "a step in inference mode finds no node of a parameter",
         _SHARDING + "param_all_gather.py",
-        "        with torch.inference_mode(False):\n",
-        "        if True:\n",
+        "        with outside_modes():\n            self._nodes = [\n",
+        "        if True:\n            self._nodes = [\n",
         (_SHARDING_TESTS + "test_modes.py",),
     ),
     Fault(

@@ -1,11 +1,11 @@
 """A pass over Inductor's graphs that fuses collectives with the GEMMs of their rows.
 
 It turns ``all_gather -> GEMMs`` and ``GEMM (+ GEMM ..) -> reduce_scatter`` into operators of :mod:`.operators`. Every
-other pattern stays in the graph unchanged.
+other pattern stays in the graph unchanged, but for casts before a GEMM.
 
-[Note: casts in a graph] Autocast casts gathered rows for their GEMMs. A cast of each shard before the gather gives the
-same bits with fewer bytes to send, so the pass moves the cast. The gradients of that input are cast back before their
-sum and the reduce-scatter. Their sum in the narrow dtype would have other bits, so this pattern stays unchanged.
+Autocast casts gathered rows for their GEMMs. A cast of each shard before the gather gives the same bits with fewer
+bytes to send, so the pass moves the cast. The gradients of that input are cast back before their sum and the
+reduce-scatter. Their sum in the narrow dtype would have other bits, so this pattern stays unchanged.
 
 [Note: rows of a graph] A collective concatenates the rows of ranks, rank after rank. DTensor shards a sequence that
 comes after a batch dimension, so a ``split`` and a ``cat`` move the ranks between both: rows are then
@@ -328,7 +328,7 @@ class _Gather:
 
 
 def _hoist_casts(graph: Graph, wait: Node, collective: Node) -> None:
-    """Cast rows before their gather if the graph casts all gathered rows; see [Note: casts in a graph]."""
+    """Cast rows before their gather if the graph casts all gathered rows."""
     rows, world, _ = collective.args
     assert isinstance(rows, Node)
     assert isinstance(world, int)

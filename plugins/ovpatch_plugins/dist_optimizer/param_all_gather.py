@@ -200,7 +200,7 @@ class AllGatherBucket:
         # These nodes give a tensor the same number of owners with and without a graph. One more
         # owner is a scripted module, or a graph whose backward is still to run; they read memory
         # without a call that could wait.
-        with torch.inference_mode(False):
+        with outside_modes():
             self._nodes = [
                 torch.autograd.graph.get_gradient_edge(param).node
                 for param in params
