@@ -1,7 +1,7 @@
 """Tests that run with ALL_CASES=1 alone, because others run the same code, and they take long.
 
-A test that has never been worth its time has the mark ``RARELY``. ``tests/nightly.txt`` lists those that were found to
-cost much when the time of the whole suite was measured.
+A test has the mark ``RARELY`` in its file, or ``tests/nightly.txt`` lists it: there are the tests that took long when
+the time of the whole suite was measured.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def test_a_hash_reads_parts_of_a_tensor_in_order(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_hash_depends_on_each_sign(dtype):
     signs = torch.ones(64, dtype=dtype)
-    found = {hash_content([signs.neg_() if step == 0 else flip(signs, step)]) for step in range(40)}
+    found = {hash_content([flip(signs, step)]) for step in range(40)}
     assert len(found) == 40
 
 
