@@ -7,7 +7,6 @@ import faulthandler
 import itertools
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -155,7 +154,7 @@ def described(
         device: The name of the device. Default: that of this process, which then has memory on the device.
     """
     if not device:
-        device = torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu"
+        device = torch.cuda.get_device_name() if CUDA else "cpu"
     return {
         "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%d"),

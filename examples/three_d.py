@@ -133,10 +133,10 @@ def main() -> None:
         rows = torch.randint(
             VOCABULARY, (args.microbatches * args.rows, args.context + 1), generator=data
         ).to(device)
+        # torch 2.11 checks the strides of inputs.
+        inputs = (rows[:, :-1].contiguous(),) if stage.is_first else ()
         started, losses = time.perf_counter(), list[Tensor]()
-        schedule.step(
-            *((rows[:, :-1],) if stage.is_first else ()), target=rows[:, 1:], losses=losses
-        )
+        schedule.step(*inputs, target=rows[:, 1:], losses=losses)
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last and mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0:

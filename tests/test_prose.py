@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.torch_versions import ON_LISTED_TORCH
 from tools import prose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +91,7 @@ def test_a_line_of_the_word_list_that_is_no_rule_is_an_error(text):
         prose.read_words(text)
 
 
+@ON_LISTED_TORCH
 def test_torchs_own_fsdp_is_nearly_clean():
     """Its authors use the words of the field, so it has at most 3 findings per 1,000 lines."""
     folder = Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"

@@ -10,6 +10,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tests.support.torch_versions import ON_LISTED_TORCH
 from tools import upstream
 
 LEDGER = upstream.read_ledger(upstream.LEDGER_FILE.read_text(encoding="utf-8"))
@@ -25,6 +26,7 @@ def uses():
     return upstream.find_all_uses(upstream.ROOT)
 
 
+@ON_LISTED_TORCH
 def test_each_use_has_a_row(uses):
     missing = {
         use: sorted(rooms)
@@ -34,6 +36,7 @@ def test_each_use_has_a_row(uses):
     assert not missing, "use a public name, or give the reason in ovpatch/upstream.toml"
 
 
+@ON_LISTED_TORCH
 def test_each_symbol_of_the_ledger_is_used(uses):
     unused = [
         symbol

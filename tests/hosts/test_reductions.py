@@ -13,11 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.insight.equality import Verdict
+from ovpatch.overlap.data_parallel import grad_reducer
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment
 from tests.plugins.ddp.arms import Record, all_both, data, record_steps
 from tests.support.equality import compare
 from tests.support.hosts import fake_hosts
 
 # Ranks by host, by the number of ranks.
+ALONE = {2: (0, 1), 3: (0, 1, 2)}
 EVEN = {4: (0, 0, 1, 1)}
 UNEVEN = {3: (0, 0, 1), 4: (0, 1, 1, 1)}
 
@@ -129,3 +132,28 @@ def test_gradients_are_those_of_stock_and_the_same_on_all_ranks(ranks, world, ho
         "2 hosts reduce gradients within each host first" in "\n".join(remarks)
         for _, remarks in replies
     )
+
+
+def all_alone(hosts, cases):
+    sends_each = []
+
+    def assign(*args, **kwargs):
+        sends_each.append(kwargs["sends_each"])
+        return BucketAssignment(*args, **kwargs)
+
+    with mock.patch.object(grad_reducer, "BucketAssignment", assign):
+        results, _ = all_on_hosts(hosts, cases)
+    return results, sends_each
+
+
+@pytest.mark.parametrize(("world", "hosts"), [*ALONE.items(), (2, (0, 0))], ids=str)
+def test_hosts_of_one_rank_collect_small_gradients(ranks, world, hosts):
+    cases = {name: CASES[name] for name in ("", "many buckets", "searched")}
+    for results, sends_each in ranks(world)(all_alone, hosts, cases):
+        assert sends_each
+        assert set(sends_each) == {hosts != (0, 0)}
+        for name in cases:
+            runs = results[name]
+            compared = compare(runs["stock"], runs["patched"], reordered=runs["reordered"])
+            (compared.assert_bitwise if world == 2 else compared.assert_equal)()
+            assert runs["counters"]["stock_models"] == 0

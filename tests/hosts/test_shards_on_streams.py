@@ -306,7 +306,9 @@ def test_whole_parameters_on_gpus(ranks):
 
 @pytest.mark.gpu(4)
 def test_low_precision_on_gpus(ranks):
-    kinds = {kind: {"kind": kind, "dtype": torch.bfloat16} for kind in ("momentum", "adamw, fused")}
+    # A momentum would be compared as well. It is as large as the gradients, whose sums in bf16 depend on the order: at
+    # 0.3 their spacing is 2e-3.
+    kinds = {kind: {"kind": kind, "dtype": torch.bfloat16} for kind in ("sgd", "adamw, fused")}
     results = run(ranks, test_main_params.train, kinds, test_main_params.IN_FP32)
     # A gradient near 0.05 has a spacing of 2.4e-4 in bf16. A sum in another order moves it by that, and the one other
     # order that measures the noise of stock PyTorch does not show it for each value.

@@ -181,6 +181,25 @@ def test_small_gradients_among_sharded_ones_are_collected_into_larger_buckets():
     ], "the buckets of stock PyTorch"
 
 
+def test_small_gradients_beside_large_ones_are_collected_where_each_is_a_message():
+    with mock.patch.object(bucket_assignment, "SMALL_NUMEL", 200):
+        sizes = [300, 100, 300, 100, 300, 100]
+        given = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        names = [f"p{i}.weight" for i in range(len(sizes))]
+        found = {
+            sends_each: list_indices(
+                BucketAssignment(given, names, (1600,), sends_each=sends_each).assign_along(
+                    range(len(sizes))
+                )
+            )
+            for sends_each in (False, True)
+        }
+    assert found == {False: [[0, 1], [2, 3], [4, 5]], True: [[0], [2], [1, 3, 4, 5]]}
+    many = layout([F32] * 8, limits=(800,), sends_each=True)
+    with mock.patch.object(bucket_assignment, "_MIN_MESSAGE_BYTES", 800):
+        assert list_indices(many.assign_along(range(8))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_small_gradients_are_collected_by_kind():
     """Check that small gradients of another dtype and sparse ones have other buckets, and unsharded large ones stay."""
     dtypes = [F32, F32, F64, F32, F32, F64, F32, F32]

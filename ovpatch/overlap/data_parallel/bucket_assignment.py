@@ -21,8 +21,9 @@ from ovpatch.overlap.data_parallel.grad_bucket import (
 )
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 
-# Bytes of small gradients that justify the launch of one more all-reduce.
+# Bytes of small gradients that justify the launch of one more all-reduce, and on gloo one more message over a link.
 _MIN_SMALL_BYTES: Final = 4 << 20
+_MIN_MESSAGE_BYTES: Final = 1 << 17
 
 
 @dataclass
@@ -44,6 +45,8 @@ class BucketAssignment:
         in_fp32: Whether bf16 and fp16 gradients are reduced in float32. Default: False.
         sparse: Whether each parameter's gradient will be sparse. Default: none is.
         sharder: Makes the buckets of sharded gradients.
+        sends_each: Whether each large tensor is a message of its own that crosses a link between
+            hosts. Default: False.
         ready_order: The parameters, by index, in the order in which their gradients became ready in
             the last backward.
     """
@@ -56,6 +59,7 @@ class BucketAssignment:
     sparse: Sequence[bool] = ()
     sharder: GradSharder = field(default_factory=GradSharder)
     ready_order: list[int] = field(default_factory=list)
+    sends_each: bool = False
     # The first rank's `ready_order`, once it was broadcast.
     _order: list[int] = field(default_factory=list)
 
@@ -128,9 +132,13 @@ class BucketAssignment:
         A bucket whose large gradients are reduce-scattered needs an additional all-reduce for its
         small ones, such as biases and norms, which costs a launch. So small gradients move to later
         buckets until together they justify a launch, or until the last bucket of their kind.
+
+        Over a link, gloo sends the small ones of a bucket beside its large ones. Each message waits behind the large
+        ones before it, in one of two threads, so the link then carries one large tensor at a time.
         """
-        if not self.sharder.sharded:
+        if not (self.sharder.sharded or self.sends_each):
             return list(groups)
+        min_bytes = _MIN_SMALL_BYTES if self.sharder.sharded else _MIN_MESSAGE_BYTES
         last = {self._get_kind(group): position for position, group in enumerate(groups)}
         postponed: dict[object, list[int]] = {}
         moved = []
@@ -144,7 +152,7 @@ class BucketAssignment:
                 if i not in self.sharder.sharded and self.params[i].numel() < SMALL_NUMEL
             }
             small_bytes = sum(self.params[i].nbytes for i in small)
-            if position < last[kind] and small_bytes < _MIN_SMALL_BYTES:
+            if position < last[kind] and small_bytes < min_bytes:
                 postponed[kind] = list(small)
                 group = [i for i in group if i not in small]
             if group:

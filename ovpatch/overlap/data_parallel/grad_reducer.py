@@ -695,6 +695,7 @@ class GradReducer:
                 layout=config.layout,
             )
         self.sharder.identity = self.identity
+        has_links = config.layout is not None and len(config.layout.ranks) > 1
         self.assignment = BucketAssignment(
             self.params,
             self.names,
@@ -703,6 +704,7 @@ class GradReducer:
             config.in_fp32,
             config.sparse,
             self.sharder,
+            sends_each=has_links and device.type == "cpu",
         )
         self._make_sync(self.group)
 

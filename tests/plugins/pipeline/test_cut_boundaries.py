@@ -22,6 +22,7 @@ from tests.plugins.pipeline.plain_models import (
     differ,
     language_loss,
 )
+from tests.support.torch_versions import HAS_OLD_STAGES
 
 MICROBATCHES, ROWS = 2, 2
 # Other ways to call the blocks, which are right or an error.
@@ -141,6 +142,8 @@ def test_changes_that_start_later_are_right_or_an_error_on_all_ranks(
     wrong = []
     for way, at in found[0][0]:
         texts = [steps[way, at] for steps, _ in found]
+        if HAS_OLD_STAGES and all("has gradients None" in text for text in texts):
+            continue
         is_error, is_right = all("CutError" in text for text in texts), not any(texts)
         is_as_wanted = is_error or is_right
         if way in CHANGES and at % size == 0:

@@ -20,6 +20,7 @@ from tests.plugins.pipeline.cases import (
     run_steps,
 )
 from tests.support.modes import FORWARD_ONLY, MODES
+from tests.support.torch_versions import HAS_OLD_STAGES
 
 CASES = {
     "1f1b": Case(),
@@ -69,5 +70,7 @@ def train_all(mode: str) -> dict[str, Any]:
 # Messages cannot be fake.
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fake"])
 def test_the_first_step_inside_of_a_mode(ranks: Any, mode: str) -> None:
+    if HAS_OLD_STAGES and mode in ("no_grad", "inference"):
+        pytest.skip("stock PyTorch fails")
     for found in ranks(2)(train_all, mode, timeout=120):
         assert found == dict.fromkeys(CASES, ([], 2))

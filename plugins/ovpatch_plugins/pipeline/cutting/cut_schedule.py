@@ -35,6 +35,7 @@ from ovpatch_plugins.pipeline.cutting.block_balance import (
 )
 from ovpatch_plugins.pipeline.cutting.block_stack import (
     BlockStack,
+    Boundary,
     CutError,
     ForwardState,
     find_block_stack,
@@ -289,6 +290,18 @@ class _Stage(PipelineStage):
 # --- checks ---
 
 
+def _check_dtypes(stack: BlockStack, boundaries: Mapping[int, Boundary]) -> None:
+    if not hasattr(PipelineStage, "_shape_inference"):
+        return
+    for index, boundary in boundaries.items():
+        for tensor in boundary.tensors:
+            if not tensor.is_floating_point():
+                raise CutError(
+                    f"{stack.name(index - 1)} passes on a tensor of {tensor.dtype}, which torch "
+                    f"{torch.__version__} cannot send to a stage. Install torch 2.12 or later."
+                )
+
+
 def _check_model(model: nn.Module) -> None:
     wrapped = any(
         "FSDP" in cls.__name__ or "DistributedDataParallel" in cls.__name__
@@ -432,6 +445,7 @@ def _make_trees(
     """Return this rank's stages, compared with the full model, and the ids of each stage's parameters."""
     trace = trace_model(model, stack, starts[1:], args, kwargs)
     restore()
+    _check_dtypes(stack, trace.boundaries)
     trace.output = output(trace.output)
     check_output(trace.output)
     plans = make_plans(trace, stack, starts, output)

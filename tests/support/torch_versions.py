@@ -1,0 +1,19 @@
+"""What tests need to know of the version of torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+import torch
+from packaging.version import Version
+from torch.distributed.pipelining import PipelineStage
+
+# Lists of what torch has are kept for the version that tools/bootstrap.sh installs.
+ON_LISTED_TORCH: Final = pytest.mark.skipif(
+    Version(torch.__version__).release[:2] != (2, 13), reason="its list is of torch 2.13"
+)
+
+#: Whether stages are those of torch 2.11, which demand a gradient for each tensor that they receive, and send messages
+#: between two stages of a rank as between ranks.
+HAS_OLD_STAGES: Final = hasattr(PipelineStage, "_shape_inference")
