@@ -697,7 +697,8 @@ DURATIONS = re.compile(
     r"assert .*(?:seconds|took|waited|longest|monotonic\(\)[^<>]*) <=? (\d+(?:\.\d+)?)"
 )
 OWN_TIMEOUTS = re.compile(
-    r"\btimeout_s=(\d+(?:\.\d+)?)|(?:TIMEOUT|START|IDLE)_S\"?(?:,| =|=\") ?(\d+(?:\.\d+)?)"
+    r"\btimeout(?:_s=|=timedelta\(seconds=)(\d+(?:\.\d+)?)"
+    r"|(?:TIMEOUT|START|IDLE)_S\"?(?:,| =|=\") ?(\d+(?:\.\d+)?)"
 )
 # Ends a line with a wait that is meant to end without what it waits for.
 EXPIRES = "# expires"
@@ -720,6 +721,7 @@ def find_short_waits(text: str) -> list[str]:
         "assert inside.wait(20)",
         'replies = peers.call("topic", {}, timeout_s=20)',
         "consensus.LATE_START_S = 1.0",
+        "group = dist.new_group(timeout=timedelta(seconds=3))",
         'with mock.patch.object(selection, "IDLE_S", 2.0):',
         "thread.join(timeout=10)",
         "done = subprocess.run(command, text=True, timeout=10)",

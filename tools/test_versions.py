@@ -36,10 +36,8 @@ NEWEST_PYTHON: Final = (3, 20)
 CORE: Final = (
     "tests/patching",
     "tests/overlap",
-    "tests/plugins/ddp",
-    "tests/plugins/dist_optimizer",
-    "tests/plugins/tp_linear",
-    "tests/plugins/pipeline",
+    "tests/plugins",
+    "tests/habits",
     "tests/test_api.py",
     "tests/test_session.py",
     "tests/test_signatures.py",

@@ -17,8 +17,15 @@ _MOST_SHARES: Final = 20.0
 
 def scale(seconds: float) -> float:
     """Return a limit in seconds for this machine, from the limit for a quiet machine."""
-    if seconds < SHORTEST_S:
-        return seconds
+    return seconds if seconds < SHORTEST_S else seconds * _count_shares()
+
+
+def lengthen(seconds: float) -> float:
+    """Return a limit that is meant to expire, but not in the steps before, as does the timeout of a group."""
+    return seconds * _count_shares()
+
+
+def _count_shares() -> float:
     last_minute, last_five, _ = os.getloadavg()
     shares = max(last_minute, last_five) / (os.cpu_count() or 1)
-    return seconds * min(max(shares, 1.0), _MOST_SHARES)
+    return min(max(shares, 1.0), _MOST_SHARES)

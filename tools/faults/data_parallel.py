@@ -159,6 +159,20 @@ FAULTS: Final = (
         (_DDP_TESTS + "test_backward_styles.py",),
     ),
     Fault(
+        "over links, each small gradient is a message beside a large one",
+        _REDUCTION + "bucket_assignment.py",
+        "if not (self.sharder.sharded or self.sends_each):",
+        "if not self.sharder.sharded:",
+        ("tests/overlap/test_layout.py",),
+    ),
+    Fault(
+        "buckets of hosts are those of one host",
+        _REDUCTION + "grad_reducer.py",
+        "sends_each=has_links and",
+        "sends_each=False and",
+        ("tests/hosts/test_reductions.py",),
+    ),
+    Fault(
         "buckets leave out parameters that the first backward did not use",
         _REDUCTION + "bucket_assignment.py",
         "order = [*self.ready_order, *sorted(missing)]",

@@ -14,6 +14,13 @@ _BOUNDARY_TESTS: Final = "tests/plugins/pipeline/test_cut_boundaries.py"
 
 FAULTS: Final = (
     Fault(
+        "a plain chain of traced stages is left to torch",
+        _PIPELINE + "pipeline_attach.py",
+        "reader for user in users if user.target is operator.getitem for reader in user.users",
+        "reader for user in users for reader in user.users",
+        (_PIPELINE_TESTS + "test_traced.py",),
+    ),
+    Fault(
         "a pipeline scales gradients whose order has no REDUCE_GRAD",
         _PIPELINE + "pipeline_attach.py",
         "is_reduced=lowered.reductions is None or info.number in lowered.reductions",

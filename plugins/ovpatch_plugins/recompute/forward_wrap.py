@@ -125,7 +125,9 @@ def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, 
     more: dict[str, Any] = {}
     if mark[0] != FULL:
         more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
-    return checkpoint(stock.__get__(block), *args, use_reentrant=False, **more, **kwargs)
+    # Not stock.__get__(block), which the compiler of torch 2.11 does not trace.
+    bound = functools.partial(stock, block)
+    return checkpoint(bound, *args, use_reentrant=False, **more, **kwargs)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not typed in torch

@@ -28,6 +28,7 @@ from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 from tests.plugins.ddp.arms import Record, counted, data, device
 from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
+from tests.support import patience
 from tests.support.errors import error_of
 
 
@@ -331,19 +332,18 @@ def test_a_step_after_a_backward_that_was_not_reduced_falls_back(ranks):
 TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
-def stopping(before: str) -> tuple[str, float]:
-    """Stop rank 1 in step 4, before its backward or before its step; return the error of rank 0, and its wait in s."""
+def stopping(before: str, limit: float) -> str:
+    """Stop rank 1 in step 4, before its backward or before its step; return the error of rank 0."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        group = dist.new_group(timeout=timedelta(seconds=3))
+        group = dist.new_group(timeout=timedelta(seconds=limit))
         model = DistributedDataParallel(net(), process_group=group)
         opt = OPTIMIZERS["adamw"](model.parameters())
-        begin, text = time.monotonic(), ""
+        text = ""
         try:
             for step in range(6):
                 stops = step == 4 and dist.get_rank() == 1
                 loss = model(data(step, 5, 6)).square().mean()
                 opt.zero_grad()
-                begin = time.monotonic()
                 if stops and before == "backward":
                     break
                 loss.backward()
@@ -352,24 +352,22 @@ def stopping(before: str) -> tuple[str, float]:
                 opt.step()
         except RuntimeError as error:
             text = str(error)
-        waited = time.monotonic() - begin
         if dist.get_rank() == 1:
-            time.sleep(4)
+            time.sleep(limit + 1)
         dist.barrier()
         # The ranks have taken different numbers of steps, so no rank can gather the state.
         del model, opt
-    return text, waited
+    return text
 
 
 @pytest.mark.parametrize("before", ["backward", "step"])
 def test_peers_raise_when_a_rank_stops(ranks, before):
-    (text, waited), (nothing, _) = ranks(2)(stopping, before)
+    text, nothing = ranks(2)(stopping, before, patience.lengthen(3))
     assert TIMED_OUT.search(text), text
-    assert 2 < waited < 40
     assert not nothing
 
 
-def lost() -> tuple[list[str], bool, bool]:
+def lost(limit: float) -> tuple[list[str], bool, bool]:
     """Let the gather of rank 0 never complete; return its errors on reads, and whether the parameter stays pending.
 
     The last value is whether the parameter is alive after the script has dropped the model.
@@ -377,7 +375,7 @@ def lost() -> tuple[list[str], bool, bool]:
     errors = []
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model = DistributedDataParallel(
-            net(), process_group=dist.new_group(timeout=timedelta(seconds=3))
+            net(), process_group=dist.new_group(timeout=timedelta(seconds=limit))
         )
         opt = OPTIMIZERS["adamw"](model.parameters())
         for step in range(2):
@@ -401,7 +399,7 @@ def lost() -> tuple[list[str], bool, bool]:
 
 
 def test_parameters_that_never_arrive_are_an_error_for_their_readers_only(ranks):
-    (errors, while_it_lives, afterwards), _ = ranks(2)(lost)
+    (errors, while_it_lives, afterwards), _ = ranks(2)(lost, patience.lengthen(3))
     assert len(errors) == 2
     assert all(TIMED_OUT.search(text) for text in errors), errors
     assert while_it_lives

@@ -48,7 +48,7 @@ NEXT = {"": nothing, "destroy": destroy, "destroy, start another": destroy_and_s
 
 def turned_off(first: int, after: str, *, patched: bool) -> list[Any]:
     """Return state and gradients after the end; all ranks but the first end later, when it has continued."""
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=100))
     features = ovpatch.applied("ddp", "dist_optimizer", options=OPTIONS)
     is_first = dist.get_rank() == first
     name = f"{first} {after} {patched}"
