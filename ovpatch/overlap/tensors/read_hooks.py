@@ -226,10 +226,11 @@ class ContextHook:
 
 def _wait_for_unseen_args(_context: Any) -> None:
     # A wrapped apply() has waited for its arguments. Only the direct caller counts, because a
-    # Function inside of a wrapped one may read other parameters.
+    # Function inside of a wrapped one may read other parameters. Dynamo guards on all that it
+    # reads, so the test for it comes first.
     if (
-        PENDING
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and PENDING
         and sys._getframe(1).f_code is not _ARGS_WRAPPER_CODE
     ):
         wait_for_all()
@@ -249,6 +250,7 @@ def wrap_to_wait_for_compiled_code(original: Callable[..., Any]) -> Callable[...
     # The first forward of a compiled wrapper over a mesh makes DTensors.
     hide_frames(
         ModuleCall.__get__,
+        _wait_for_unseen_args,
         register_dtensor,
         wait_for_args,
         wait_for_all,
