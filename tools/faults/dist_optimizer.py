@@ -381,6 +381,20 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_whole_parameters.py",),
     ),
     Fault(
+        "bytes of state: an optimizer that has ended counts",
+        _SHARDING + "sharded_state.py",
+        "        attached_values(self).pop(_BYTES, None)\n        retain(",
+        "        retain(",
+        (_SHARDING_TESTS + "test_state_bytes.py",),
+    ),
+    Fault(
+        "bytes of state: an optimizer that fell back counts",
+        _SHARDING + "sharded_state.py",
+        "        attached_values(self).pop(_BYTES, None)\n        is_reachable",
+        "        is_reachable",
+        (_SHARDING_TESTS + "test_state_bytes.py",),
+    ),
+    Fault(
         "a main parameter misses the script's writes",
         _SHARDING + "main_params.py",
         "            self._refresh_main(mains, roundings)",

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from ovpatch.hookspecs import FeatureCounters, Level
+from ovpatch.hookspecs import FeatureCounters, Level, Peak
 
 
 class Counters(FeatureCounters):
-    """Totals since the process started, and levels.
+    """Totals since the process started, levels and peaks.
 
     Attributes:
         optimizers: Optimizers with sharded steps.
@@ -30,9 +30,9 @@ class Counters(FeatureCounters):
         bytes_pulled: Optimizer state that peers sent for these reads, in bytes.
         state_read_ms: Duration of these reads; in a merged report, that of the slowest rank, in
             milliseconds.
-        state_bytes: Optimizer state that this rank keeps of sharded parameters; in a merged report,
+        state_bytes: Peak of this rank's optimizer state for sharded parameters; in a merged report,
             the largest of a rank, in bytes.
-        state_bytes_whole: Size of the full state of these parameters; in a merged report, the
+        state_bytes_whole: Peak of the full state of these parameters; in a merged report, the
             largest of a rank, in bytes.
     """
 
@@ -52,8 +52,8 @@ class Counters(FeatureCounters):
     state_reads: int = 0
     bytes_pulled: int = 0
     state_read_ms: Level = 0
-    state_bytes: Level = 0
-    state_bytes_whole: Level = 0
+    state_bytes: Peak = 0
+    state_bytes_whole: Peak = 0
 
 
 COUNTERS = Counters()

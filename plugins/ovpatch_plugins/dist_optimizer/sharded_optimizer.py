@@ -619,9 +619,7 @@ class ShardedOptimizer:
         state = self._states[model] = self._state_type(model, name)
         # Peers may read the state after the script has dropped the optimizer here: slower ones, and
         # those that continue with it until this rank steps a new optimizer, which ends sharding.
-        keeper = weakref.finalize(
-            optimizer, retention.retain, model.group, state, _MAX_ACCUMULATION_STEPS
-        )
+        keeper = weakref.finalize(optimizer, state.retire, _MAX_ACCUMULATION_STEPS)
         keeper.atexit = False
         self._keepers[model] = keeper
         current = {sharded.shards for sharded in self._params}
@@ -631,15 +629,14 @@ class ShardedOptimizer:
     def _drop_model(self, optimizer: Optimizer, model: ShardedGrads) -> None:
         """Stop keeping state for a model whose parameters have other shards in a new wrapper."""
         state = self._states.pop(model)
+        # Slower peers still fetch the tensors that this rank fetches below.
+        state.retire()
         self._keepers.pop(model).detach()
         self._names.pop(model, None)
         model.optimizers.discard(self)
         if not PeerRpc.is_destroyed(model.group):
             # Parameters that this step leaves out still have lazy state.
             state.unshard(optimizer.state)
-        state.discount()
-        # Slower peers still fetch the same tensors.
-        retention.retain(model.group, state)
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Replace sharded state in a state dict by lazy CPU tensors, but not in the optimizer."""

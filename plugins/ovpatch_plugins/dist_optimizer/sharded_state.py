@@ -20,8 +20,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.comm.consensus import name_group_ranks
-from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
-from ovpatch.overlap.peer_rpc.retention import FinalReads
+from ovpatch.overlap.comm.lifetimes import (
+    attached_values,
+    find_owners,
+    reset_after_fork,
+    weak_method,
+)
+from ovpatch.overlap.peer_rpc.retention import FinalReads, retain
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
@@ -47,6 +52,10 @@ _VERSIONS_PER_STEP: Final = 1 << 20
 
 # The number of versions that loading has replaced and that peers may still read.
 _MAX_REPLACED_VERSIONS: Final = 4
+
+# The key of the bytes that a state keeps and of the bytes of its full tensors, as long as an
+# optimizer uses it.
+_BYTES: Final = "dist_optimizer: bytes"
 
 #: Time limit for a peer's step. The timeout of the rank that reads is shorter.
 PEER_STEP_TIMEOUT_S: Final = 600.0
@@ -119,9 +128,7 @@ class ShardedState(LazySource):
         self._lazy: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
         # Shards that loading has replaced, by version.
         self._replaced: dict[int, dict[Key, Tensor]] = {}
-        # The bytes that this rank keeps and the bytes of the full tensors, as last counted.
-        self._counted = 0, 0
-        # The number of tensors at that time.
+        # The number of tensors when their bytes were last counted.
         self._num_counted = 0
 
         # - The running step
@@ -272,21 +279,27 @@ class ShardedState(LazySource):
         lazy_tensor.materialize(value for value in values if self._is_own(value))
 
     def start_final_calls(self, backwards: int) -> bool:
-        """Start this rank's last calls to peers; return false if no peer can be called.
+        """Start this rank's last calls to peers, for an optimizer that falls back to torch.
+
+        Return false if no peer can be called.
 
         Args:
             backwards: The largest number of backwards until the final calls of peers.
         """
+        attached_values(self).pop(_BYTES, None)
         is_reachable = not PeerRpc.is_destroyed(self.group)
         if is_reachable:
             self._final_reads.start_final_calls(self, backwards)
         return is_reachable
 
-    def discount(self) -> None:
-        """Take this state out of the counters, because the optimizer no longer uses it."""
-        COUNTERS.state_bytes -= self._counted[0]
-        COUNTERS.state_bytes_whole -= self._counted[1]
-        self._counted = 0, 0
+    def retire(self, backwards: int = 1) -> None:
+        """Keep this state for peers that may read it, and no longer for an optimizer.
+
+        Args:
+            backwards: The number of backwards during which peers may read.
+        """
+        attached_values(self).pop(_BYTES, None)
+        retain(self.group, self, backwards)
 
     # ---------------------------------------------------------------- swapping
 
@@ -372,11 +385,11 @@ class ShardedState(LazySource):
     def _count_bytes(self) -> None:
         local_bytes = sum(local.nbytes for local in self._local.values())
         full_bytes = sum(meta.shape.numel() * meta.dtype.itemsize for meta in self._metas.values())
-        # A step that replaces tensors by smaller ones does not lower the counters.
-        counted = max(local_bytes, self._counted[0]), max(full_bytes, self._counted[1])
-        COUNTERS.state_bytes += counted[0] - self._counted[0]
-        COUNTERS.state_bytes_whole += counted[1] - self._counted[1]
-        self._counted = counted
+        attached_values(self)[_BYTES] = local_bytes, full_bytes
+        sizes = [size for _, size in find_owners(_BYTES)]
+        # Most scripts have freed their optimizers before the report, so the counters have the peaks.
+        COUNTERS.state_bytes = max(COUNTERS.state_bytes, sum(kept for kept, _ in sizes))
+        COUNTERS.state_bytes_whole = max(COUNTERS.state_bytes_whole, sum(full for _, full in sizes))
         self._num_counted = len(self._metas)
 
     # ---------------------------------------------------------------- reading

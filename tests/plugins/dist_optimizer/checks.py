@@ -34,10 +34,18 @@ def both(
 
 
 def apply(options: dict[str, Any] | None = None) -> AbstractContextManager[Any]:
-    """Turn the features on, with :data:`SMALL` unless ``options`` override it."""
+    """Turn the features on, with :data:`SMALL` unless ``options`` override it; peaks of counters begin at 0."""
+    reset_peaks()
     return ovpatch.applied(
         "ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})}
     )
+
+
+def reset_peaks() -> None:
+    """Let the counters of optimizer state begin at 0 in a process that has run other tests."""
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
+
+    COUNTERS.state_bytes = COUNTERS.state_bytes_whole = 0
 
 
 # Not empty while a stock run measures the noise of stock PyTorch. :func:`ddp` then makes other buckets, so more than
