@@ -166,13 +166,12 @@ class _Reuse(_Mode):
             kept_output = outputs[number] if number < len(outputs) else None
             if kept_output is not None:
                 output, versions = kept_output
-                if any(leaf._version != version for leaf, version in versions):
-                    raise RuntimeError(
-                        f"ovpatch: the output of {_name(func)} was changed in place after the call, "
-                        "and selective recomputation keeps it. Have the model make a new tensor there, "
-                        "or use granularity=full."
-                    )
-                return tree_map(_detach, output)
+                if all(leaf._version == version for leaf, version in versions):
+                    return tree_map(_detach, output)
+                note(
+                    f"{_name(func)} is recomputed although its output is kept, because the output was "
+                    "changed in place after the call: have the model make a new tensor there"
+                )
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
