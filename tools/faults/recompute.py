@@ -57,7 +57,18 @@ FAULTS: Final = (
         _RECOMPUTE + "selective.py",
         "if all(leaf._version == version for leaf, version in versions):",
         "if versions is not None:",
-        ("tests/plugins/recompute/test_exact.py::test_a_kept_output_that_was_changed_is_recomputed",),
+        (
+            "tests/plugins/recompute/test_exact.py::test_a_kept_output_that_was_changed_is_recomputed",
+        ),
+    ),
+    Fault(
+        "a kept output that was changed in place through a linear's view is used again",
+        _RECOMPUTE + "selective.py",
+        "elif func is _UNSAFE_VIEW:",
+        "elif func is None:",
+        (
+            "tests/plugins/recompute/test_exact.py::test_a_kept_output_that_was_changed_is_recomputed",
+        ),
     ),
     Fault(
         "a recomputation calls the hooks inside of its block again",

@@ -62,6 +62,7 @@ OPTIONS: Final = (
         "Further operators whose outputs selective keeps, separated by commas: aten.mm,mylib::op.",
         parse=_parse_operators,
         values="operators, separated by commas",
+        needs=("granularity", (SELECTIVE,)),
     ),
     Option(
         "ahead",
