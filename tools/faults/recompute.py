@@ -27,7 +27,7 @@ FAULTS: Final = (
     Fault(
         "a recomputation with other values passes for the forward",
         _RECOMPUTE + "recomputation.py",
-        "if _digest(tensor) != then:",
+        "if _digest(tensor) != digest:",
         "if False:",
         (_REPEATED_TESTS + "test_state_out_of_reach_is_an_error",),
     ),
