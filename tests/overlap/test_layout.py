@@ -181,7 +181,7 @@ def test_small_gradients_among_sharded_ones_are_collected_into_larger_buckets():
     ], "the buckets of stock PyTorch"
 
 
-def test_small_gradients_beside_large_ones_are_collected_where_each_is_a_message():
+def test_small_gradients_next_to_large_ones_are_collected_where_each_is_a_message():
     with mock.patch.object(bucket_assignment, "SMALL_NUMEL", 200):
         sizes = [300, 100, 300, 100, 300, 100]
         given = [nn.Parameter(torch.zeros(size)) for size in sizes]

@@ -141,7 +141,7 @@ def count_frames(found: dict[str, Any]) -> dict[str, int]:
 def describe_differences(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
     """Return a line for each number of :func:`watched` that differs.
 
-    The stock run comes first, so Dynamo may look at a frame there that it skips from then on.
+    The stock run comes first, so Dynamo may inspect a frame there that it skips later.
     """
     return [
         f"{name}: {stock[name]} became {patched[name]}"

@@ -159,14 +159,14 @@ FAULTS: Final = (
         (_DDP_TESTS + "test_backward_styles.py",),
     ),
     Fault(
-        "over links, each small gradient is a message beside a large one",
+        "over links, each small gradient is a message next to a large one",
         _REDUCTION + "bucket_assignment.py",
         "if not (self.sharder.sharded or self.sends_each):",
         "if not self.sharder.sharded:",
         ("tests/overlap/test_layout.py",),
     ),
     Fault(
-        "buckets of hosts are those of one host",
+        "hosts have the buckets of one host",
         _REDUCTION + "grad_reducer.py",
         "sends_each=has_links and",
         "sends_each=False and",

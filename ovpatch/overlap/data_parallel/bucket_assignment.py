@@ -45,7 +45,7 @@ class BucketAssignment:
         in_fp32: Whether bf16 and fp16 gradients are reduced in float32. Default: False.
         sparse: Whether each parameter's gradient will be sparse. Default: none is.
         sharder: Makes the buckets of sharded gradients.
-        sends_each: Whether each large tensor is a message of its own that crosses a link between
+        sends_each: Whether each large tensor is a separate message that crosses a link between
             hosts. Default: False.
         ready_order: The parameters, by index, in the order in which their gradients became ready in
             the last backward.
@@ -133,7 +133,7 @@ class BucketAssignment:
         small ones, such as biases and norms, which costs a launch. So small gradients move to later
         buckets until together they justify a launch, or until the last bucket of their kind.
 
-        Over a link, gloo sends the small ones of a bucket beside its large ones. Each message waits behind the large
+        Over a link, gloo sends the small ones of a bucket next to its large ones. Each message waits for the large
         ones before it, in one of two threads, so the link then carries one large tensor at a time.
         """
         if not (self.sharder.sharded or self.sends_each):

@@ -66,7 +66,7 @@ def turned_off(first: int, after: str, *, patched: bool) -> list[Any]:
     signs.give(f"done {name}")
     signs.await_others(f"done {name}")
     if not is_first and after == "destroy, start another":
-        # In torch 2.14 ranks can make no common group after other numbers of their own.
+        # In torch 2.14 ranks can make no common group once the numbers of their groups differ.
         destroy_group(dist.new_group([dist.get_rank()], use_local_synchronization=True))
     if not (is_first and after):
         destroy_group(group)
