@@ -317,7 +317,7 @@ from ovpatch_plugins.pipeline.options import OPTIONS
 
 solver.solve.__kwdefaults__["effort"] = 1000
 question = parse_question("p=3,m=6,memory=2x,placement=straight")
-print(json.dumps([what_if.plan(question, lambda done: None)["rows"], *vars(OPTIONS[0]).values()], default=str))
+print(json.dumps([what_if.plan(question, lambda done: None)["rows"], vars(OPTIONS[0])], default=str))
 print("torch" in sys.modules)
 """
 
@@ -334,11 +334,11 @@ def test_a_row_of_the_table_is_an_order_of_the_option_and_of_the_planner(backwar
     assert done.returncode == 0, done.stderr
     result, imports_torch = done.stdout.splitlines()
     assert imports_torch == "False"
-    rows, name, _, text, choices, *_, experimental = json.loads(result)
-    assert name == "schedule"
-    assert choices[-1] == "new"
-    assert experimental[-1] == "new"
-    assert "new takes much memory." in text
+    rows, option = json.loads(result)
+    assert option["name"] == "schedule"
+    assert option["choices"][-1] == "new"
+    assert option["experimental"][-1] == "new"
+    assert "new takes much memory." in option["help"]
 
     lag = (lambda stage: stage) if backwards == "split" else None
     new = FixedOrder(lambda stage, ranks, microbatches: ranks - stage + 1, count_lag=lag)
