@@ -51,8 +51,6 @@ class Option:
         values: The kind of value for the documentation, such as "a size in MiB, or `none`", unless ``choices`` or a
             bool as ``default`` show it.
         experimental: Values without a measured gain in ``benchmarks/value.toml``.
-        needs: Another option of the feature, and its values with which this option can act; None if it can act with
-            all values.
     """
 
     name: str
@@ -65,7 +63,6 @@ class Option:
     verified: Any = None
     values: str = ""
     experimental: tuple[Any, ...] = ()
-    needs: tuple[str, tuple[Any, ...]] | None = None
 
     @property
     def meaning(self) -> str:

@@ -322,7 +322,6 @@ def test_variables_must_belong_to_an_option_unless_the_plugin_is_not_imported():
         ((Option("a", 1, ""), Option("b", 1, "", aliases=("a",))), "two options are called 'a'"),
         ((Option("a", (1, 2), ""),), "a default of type tuple needs parse="),
         ((Option("a", "x", "", choices=("y",)),), "the default 'x' is not among its choices"),
-        ((Option("a", 1, "", needs=("b", (1,))),), "option 'a' needs 'b', which is no option"),
     ],
 )
 def test_unsound_declarations(bad, message):

@@ -1,8 +1,4 @@
-"""Options that cannot act on this machine are an error at the first use, and the report shows what has failed.
-
-An option that never acts with the value of another option is an error of ``apply()``. If an option does not fit one
-schedule of a script, that is a remark.
-"""
+"""Options that cannot act on this machine are an error at the first use, and the report shows what has failed."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -176,140 +171,6 @@ def test_the_report_leaves_out_errors_from_before_the_feature_was_on(ranks):
     for noted, remarks in ranks(2)(fail_before_apply):
         assert len(noted) == 1
         assert not any("failed with" in text for text in remarks)
-
-
-# Values that never act without a value of another option: the value that is set, and those that it needs.
-NEVER: dict[tuple[str, str], tuple[Any, str, Any, str]] = {
-    ("pipeline", "memory_limit"): ("1.5x", "schedule", "zb-h1", "auto"),
-    ("pipeline", "plan_file"): ("plan.json", "schedule", "as-given", "auto"),
-    ("pipeline", "weight_stash"): ("pipedream", "schedule", "zb-h1", "as-given or 1f1b"),
-    ("recompute", "keep"): ("aten.mm", "granularity", "full", "selective"),
-}
-
-
-def test_each_option_that_needs_another_is_in_the_table():
-    found = {
-        (feature, option.name)
-        for feature, options in load_options().items()
-        for option in options
-        if option.needs is not None
-    }
-    assert found == NEVER.keys()
-
-
-def apply_together(feature: str, options: dict[str, Any]) -> tuple[str, str]:
-    """Return the error of ``apply()``, and the state of the feature."""
-    error = ""
-    try:
-        ovpatch.apply(feature, options={feature: options})
-    except OptionError as raised:
-        error = str(raised)
-    state = ovpatch.report()[feature].state
-    ovpatch.revert()
-    return error, state
-
-
-@pytest.mark.parametrize(("feature", "name"), list(NEVER))
-def test_a_combination_that_never_acts_is_an_error_of_apply(ranks, monkeypatch, feature, name):
-    value, needed, given, values = NEVER[feature, name]
-    default = next(option.default for option in load_options()[feature] if option.name == name)
-    ((error, state),) = ranks(1)(apply_together, feature, {name: value, needed: given})
-    assert error == (
-        f"ovpatch: option {name}={value} of feature {feature!r} never acts with {needed}={given}. "
-        f"Set OVPATCH_{feature.upper()}_{needed.upper()}={values}, or leave {name} at {default!r}."
-    )
-    assert state != "applied"
-    for options in (
-        {name: value, needed: values.split()[0]},
-        {name: default, needed: given},
-        {needed: given},
-    ):
-        ((error, state),) = ranks(1)(apply_together, feature, options)
-        assert error == ""
-
-
-def apply_later() -> tuple[str, str, str]:
-    """Return the errors of a later call that changes the needed option, and the schedule that stays."""
-    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "auto", "memory_limit": "1.5x"}})
-    with pytest.raises(OptionError) as error:
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": "1f1b"}})
-    kept = str(ovpatch.report()["pipeline"].options["schedule"].value)
-    later = {"schedule": "1f1b", "memory_limit": "auto"}
-    ovpatch.apply("pipeline", options={"pipeline": later})
-    changed = str(ovpatch.report()["pipeline"].options["schedule"].value)
-    ovpatch.revert()
-    return str(error.value), kept, changed
-
-
-def test_a_later_call_may_not_leave_an_option_without_the_one_it_needs(ranks):
-    ((error, kept, changed),) = ranks(1)(apply_later)
-    assert "memory_limit=1.5x of feature 'pipeline' never acts with schedule=1f1b" in error
-    assert (kept, changed) == ("auto", "1f1b")
-
-
-def test_options_of_a_feature_that_is_off_are_not_checked(ranks):
-    def apply_other() -> str:
-        with ovpatch.applied("ddp", options={"pipeline": {"memory_limit": "1.5x"}}):
-            return ovpatch.report()["pipeline"].state
-
-    assert apply_other() == "disabled"
-
-
-INTERLEAVED = {"schedule": "ScheduleInterleaved1F1B", "chunks": 2}
-KEEPS_ORDER = "it keeps its own order"
-# Options that do not fit a schedule, the case, and the remarks.
-UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "an order": (
-        {"schedule": "zb-h1"},
-        INTERLEAVED,
-        [f"schedule=zb-h1 has no effect on ScheduleInterleaved1F1B: {KEEPS_ORDER}"],
-    ),
-    "an order that fits": ({"schedule": "zb-h1"}, {}, []),
-    "the order as given": ({}, INTERLEAVED, []),
-    "forward doubling": (
-        {"forward_doubling": True},
-        {},
-        ["forward_doubling=True has no effect on Schedule1F1B: it runs in one direction"],
-    ),
-    "auto": (
-        {"schedule": "auto", "memory_limit": "1x"},
-        {**INTERLEAVED, "schedule": "OwnOrder"},
-        [
-            f"{option} has no effect on OwnOrder: {KEEPS_ORDER}"
-            for option in ("schedule=auto", "memory_limit=1x")
-        ],
-    ),
-    "auto that fits": ({"schedule": "auto", "memory_limit": "1x"}, INTERLEAVED, []),
-}
-
-
-def run_schedules(names: list[str]) -> dict[str, list[str]]:
-    own = type("OwnOrder", (schedules.ScheduleInterleaved1F1B,), {})
-    found = {}
-    for name in names:
-        options, case, _ = UNFIT[name]
-        with ovpatch.applied("pipeline", options={"pipeline": options}):
-            with mock.patch.object(schedules, "OwnOrder", own, create=True):
-                train(Case(steps=1, **case))
-            found[name] = [
-                text
-                for text in ovpatch.report()["pipeline"].remarks
-                if "no effect" in text or "fell back" in text
-            ]
-    return found
-
-
-def test_an_option_that_does_not_fit_a_schedule_is_a_remark(ranks):
-    for found in ranks(2)(run_schedules, list(UNFIT)):
-        assert found == {name: remarks for name, (_, _, remarks) in UNFIT.items()}
-
-
-def test_a_pipeline_of_one_rank_has_no_order_to_solve(ranks):
-    (found,) = ranks(1)(run_schedules, ["auto that fits"])
-    assert found["auto that fits"] == [
-        f"{option} has no effect on ScheduleInterleaved1F1B: its pipeline has one rank"
-        for option in ("schedule=auto", "memory_limit=1x")
-    ]
 
 
 # An option whose values differ by rank, and what the report calls the first use.

@@ -87,9 +87,8 @@ def make_pipeline(seed: int) -> RandomPipeline:
         "schedule": draw.choice(_ORDERS),
         "delay_wgrad_compute": draw.choice(["auto", "on", "off"]),
         "overlap_p2p_comm": draw.choice([True, True, False]),
+        "memory_limit": draw.choice(["auto", "1x", "1.5x", "3x"]),
     }
-    if options["schedule"] == "auto":
-        options["memory_limit"] = draw.choice(["auto", "1x", "1.5x", "3x"])
     possible = (
         ("evaluates", "freezes", "clips", "changes mode", "loads")
         if not case.vee

@@ -336,8 +336,6 @@ def _resolve_options(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any
                 record.options = feature_options.resolve_options(
                     feature, arguments.get(name, {}), variables, named=record.is_named
                 )
-                if record.state == PLANNED:
-                    feature_options.check_needs(feature, record.options)
             except (settings.SettingsError, OptionError):
                 raise
             # A plugin's parse= may raise any exception, although only ValueError is allowed.

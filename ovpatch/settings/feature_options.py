@@ -66,12 +66,6 @@ def check_declaration(feature: Feature) -> None:
                 raise ValueError(f"two options are called {name!r}: rename one of them")
             seen.add(name)
         _check_default(option)
-        if option.needs is not None and option.needs[0] not in {
-            known.name for known in feature.options
-        }:
-            raise ValueError(
-                f"option {option.name!r} needs {option.needs[0]!r}, which is no option: declare it"
-            )
 
 
 def _check_shape(feature: Feature) -> None:
@@ -155,26 +149,6 @@ def resolve_options(
         option.name: _resolve_option(feature.name, option, given, environment, named)
         for option in feature.options
     }
-
-
-def check_needs(feature: Feature, options: Mapping[str, OptionValue]) -> None:
-    """Raise an OptionError for a value that never acts with the value of another option.
-
-    Args:
-        feature: The feature.
-        options: Its options from :func:`resolve_options`.
-    """
-    for option in feature.options:
-        value = options[option.name].value
-        if option.needs is None or value == option.default:
-            continue
-        needed, values = option.needs
-        if options[needed].value not in values:
-            raise OptionError(
-                f"ovpatch: option {option.name}={value} of feature {feature.name!r} never acts with "
-                f"{needed}={options[needed].value}. Set {make_variable_name(feature.name, needed)}="
-                f"{' or '.join(map(str, values))}, or leave {option.name} at {option.default!r}."
-            )
 
 
 def _refuse_removed(

@@ -10,15 +10,6 @@ _DDP_TESTS: Final = "tests/plugins/ddp/"
 
 FAULTS: Final = (
     Fault(
-        "an option that never acts with another one passes",
-        "ovpatch/settings/feature_options.py",
-        "if option.needs is None or value == option.default:",
-        "if True:",
-        (
-            "tests/test_unusable_options.py::test_a_combination_that_never_acts_is_an_error_of_apply",
-        ),
-    ),
-    Fault(
         "another name of the first parameter is accepted",
         "ovpatch/patching/wrapper_chain.py",
         "if name != old_name and old_name not in names:",

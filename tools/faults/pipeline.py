@@ -8,7 +8,6 @@ from tools.faults.fault import Fault
 
 _PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
 _PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
-_UNUSABLE_TESTS: Final = "tests/test_unusable_options.py::"
 _CUTTING: Final = "plugins/ovpatch_plugins/pipeline/cutting/"
 _CUTTING_TESTS: Final = "tests/plugins/pipeline/test_cut.py"
 _BOUNDARY_TESTS: Final = "tests/plugins/pipeline/test_cut_boundaries.py"
@@ -20,13 +19,6 @@ FAULTS: Final = (
         "reader for user in users if user.target is operator.getitem for reader in user.users",
         "reader for user in users for reader in user.users",
         (_PIPELINE_TESTS + "test_traced.py",),
-    ),
-    Fault(
-        "a pipeline does not report options that do not fit its schedule",
-        _PIPELINE + "pipeline_attach.py",
-        "if options[option] != defaults[option]",
-        "if not options",
-        (_UNUSABLE_TESTS + "test_an_option_that_does_not_fit_a_schedule_is_a_remark",),
     ),
     Fault(
         "a pipeline scales gradients whose order has no REDUCE_GRAD",

@@ -33,7 +33,6 @@ OPTIONS: Final = (
         "first steps, less a margin of a tenth of the device; 1x on a CPU.",
         parse=parse_memory_limit,
         values="`auto`, a multiple such as `1.5x`, or a size such as `40GiB`",
-        needs=("schedule", (AUTO,)),
     ),
     Option(
         "delay_wgrad_compute",
@@ -70,7 +69,6 @@ OPTIONS: Final = (
         "Where schedule=auto writes costs and the times of all orders, which it then races. "
         "ovpatch pipeline sets this.",
         values="a path",
-        needs=("schedule", (AUTO,)),
     ),
     Option(
         "weight_stash",
@@ -80,7 +78,6 @@ OPTIONS: Final = (
         "because the training is asynchronous. Needs schedule=as-given or 1f1b.",
         choices=("off", "pipedream"),
         experimental=("pipedream",),
-        needs=("schedule", (AS_GIVEN, "1f1b")),
     ),
     Option(
         "forward_doubling",

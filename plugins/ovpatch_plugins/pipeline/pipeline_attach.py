@@ -354,7 +354,8 @@ def attach_schedule(
     if first_step.is_stock and is_split:
         report.notes.append(_WARNING_UNREDUCED)
         _log.warning("%s: %s", report.name, _WARNING_UNREDUCED)
-    report.notes += _list_unused_options(report.name, owner, options, is_auto, group.size())
+    if options["forward_doubling"] and owner != BIDIRECTIONAL:
+        report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
     note_schedule(report)
     attached = AttachedSchedule(facts, engine, first_step, prediction)
     if is_auto:
@@ -374,34 +375,6 @@ def attach_schedule(
         )
         attached.controller = AutoSchedule(engine, pipeline, plan, report, cache_dir())
     return attached
-
-
-def _list_unused_options(
-    name: str, owner: str, options: Mapping[str, Any], is_auto: bool, ranks: int
-) -> list[str]:
-    """Return remarks on options of the user that do not fit a schedule; another schedule may use them.
-
-    Args:
-        name: The class of the schedule.
-        owner: The class that defines its step.
-        options: Resolved options of the feature.
-        is_auto: Whether its order is solved.
-        ranks: Number of ranks of the pipeline.
-    """
-    reasons: dict[str, str] = {}
-    wanted = options["schedule"]
-    if not is_auto and (wanted == AUTO or owner not in TORCH_ORDERS):
-        is_alone = wanted == AUTO and ranks == 1
-        reasons["schedule"] = "its pipeline has one rank" if is_alone else "it keeps its own order"
-        reasons["memory_limit"] = reasons["schedule"]
-    if owner != BIDIRECTIONAL:
-        reasons["forward_doubling"] = "it runs in one direction"
-    defaults = {option.name: option.default for option in OPTIONS}
-    return [
-        f"{option}={options[option]} has no effect on {name}: {reason}"
-        for option, reason in reasons.items()
-        if options[option] != defaults[option]
-    ]
 
 
 def _agree_on_order(
@@ -425,7 +398,7 @@ def _agree_on_order(
         from ovpatch_plugins.pipeline.variants import weight_stash
 
         stages = [info.stage for info in shape.stages]
-        reason = reason or weight_stash.find_reason_against(schedule, stages)
+        reason = reason or weight_stash.find_reason_against(schedule, stages, options)
     # Ranks compare a digest of the order, because the order itself may be long.
     actions = None if orders is None else [[str(action) for action in order] for order in orders]
     terms = {

@@ -251,13 +251,6 @@ class ModuleState:
             attached_values(self._block)[_CHANGING] = frozenset(changed.union(self._known or ()))
         self._places = [place for place in self._places if place.before]
 
-    def find_graphs(self) -> Iterator[Tensor]:
-        """Yield the tensors with a graph that the last forward wrote into attributes, such as losses."""
-        for place in self._places:
-            for value in map(place.read, place.before):
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    yield value
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the values of before the forward in this context; afterwards, restore the current values."""
@@ -387,13 +380,9 @@ class _Place:
 
     def swap_in(self) -> dict[str, Any]:
         """Write the values of before the forward, and return the values that they replace."""
-        now = {name: self.read(name) for name in self.before}
+        now = {name: self._values.get(name, _Missing) for name in self.before}
         self.write({name: _strengthen(value) for name, value in self.before.items()})
         return now
-
-    def read(self, name: str) -> Any:
-        """Return a value, or :class:`_Missing`."""
-        return self._values.get(name, _Missing)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Write values, and remove attributes whose value is missing."""

@@ -45,10 +45,6 @@ _DRAWS: Final = "recompute: draws from numpy"
 _NEARLY_USED_DIVISOR: Final = 4
 
 
-# The shape, dtype and device of a tensor.
-_Kind = tuple[torch.Size, torch.dtype, torch.device]
-
-
 class RecomputeError(RuntimeError):
     """The error of a block whose second forward differs from the first.
 
@@ -128,7 +124,7 @@ class Recomputation:
         self._inputs = BlockInputs(args, kwargs, generators)
         # The tensors that the forward saved, in order, and their shapes, dtypes and devices.
         self._saved: list[weakref.ref[_SavedTensor]] = []
-        self._kinds: list[_Kind] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         # The number of tensors that were computed again and that backward has not used.
         self._left = 0
         # The number of tensors that the running recomputation has saved.
@@ -143,10 +139,6 @@ class Recomputation:
         is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_power_of_two)
         # Digests of the tensors that the forward saved; None if this call is not checked.
         self._digests: list[Any] | None = [] if is_checked else None
-        # The shapes, dtypes and devices of the outputs, and their digests.
-        self._outputs: list[tuple[_Kind, Any]] = []
-        # Whether the recomputation computes the outputs, too. State out of reach may change them alone.
-        self._runs_to_end = False
         # Flags on devices: whether a tensor of the recomputation differs from its digest.
         self._doubts: list[Tensor] = []
         self._autocast = Autocast(tensors)
@@ -176,22 +168,12 @@ class Recomputation:
                 "forward change the tensor, too",
             ) from None
         self._params = Params(self._modules)
-        if self._digests is not None:
-            self._outputs = [
-                (_read_kind(found), _digest(found)) for found in self._find_outputs(output)
-            ]
-            # Without a digest, as under a graph capture, there is nothing to compare at the end.
-            self._runs_to_end = any(digest is not None for _, digest in self._outputs)
         here = weakref.ref(self)
         for tensor in find_tensors(output):
             node: Any = tensor.grad_fn
             if node is not None:
                 node.metadata[_KEY] = here
         return output
-
-    def _find_outputs(self, output: Any) -> list[Tensor]:
-        """Return the tensors that a forward returns, and those with a graph that it writes into attributes."""
-        return [*find_tensors(output), *self._state.find_graphs()]
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         made = _SavedTensor(self)
@@ -234,10 +216,10 @@ class Recomputation:
         return self._params is not None and bool(self._saved) and self._params.are_there()
 
     def launch(self) -> None:
-        """Compute the block again, up to the last tensor that backward needs, or to its end in a call that is checked.
+        """Compute the block again, up to the last tensor that backward needs.
 
         Raises:
-            RecomputeError: The block computes other tensors than in its forward, or its inputs have changed.
+            RecomputeError: The block saves other tensors than in its forward, or its inputs have changed.
         """
         if self._params is None:
             raise RecomputeError(
@@ -260,7 +242,11 @@ class Recomputation:
         try:
             hooks = saved_tensors_hooks(self._take, lambda tensor: tensor)
             with suppress(_EnoughError), self._restored_state(), hooks:
-                self._check_end(self._forward(self._block, *args, **kwargs))
+                self._forward(self._block, *args, **kwargs)
+            if self._seen != len(self._saved):
+                raise self._make_error(
+                    f"it saved {len(self._saved)} tensors for backward, and now {self._seen}"
+                )
         except BaseException as error:
             self._drop()
             # Values that may hold a graph are kept weakly, so the second forward may not find them.
@@ -299,32 +285,20 @@ class Recomputation:
         value = tensor.detach()
         if index < len(self._saved):
             kind, then = (tensor.shape, tensor.dtype, tensor.device), self._kinds[index]
-            if kind != then or self._digests is not None:
-                digest = None if self._digests is None else self._digests[index]
-                self._compare(f"tensor {index} that it saved", then, digest, tensor)
+            if kind != then:
+                raise self._make_error(
+                    f"tensor {index} that it saved was {_describe(then)}, and now is "
+                    f"{_describe(kind)}"
+                )
+            if self._digests is not None:
+                self._compare(index, tensor)
             saved = self._saved[index]()
             if saved is not None:
                 saved.value = value
                 self._left += 1
-        if self._seen == len(self._saved) and not self._runs_to_end:
+        if self._seen == len(self._saved):
             raise _EnoughError
         return value
-
-    def _check_end(self, output: Any) -> None:
-        """Compare the number of saved tensors, and the outputs, after a recomputation that ran to its end."""
-        if self._seen != len(self._saved):
-            raise self._make_error(
-                f"it saved {len(self._saved)} tensors for backward, and now {self._seen}"
-            )
-        if not self._runs_to_end:
-            return
-        found = self._find_outputs(output)
-        if len(found) != len(self._outputs):
-            raise self._make_error(
-                f"it returned {len(self._outputs)} tensors, and now {len(found)}"
-            )
-        for index, ((kind, digest), tensor) in enumerate(zip(self._outputs, found, strict=True)):
-            self._compare(f"output {index}", kind, digest, tensor)
 
     def _read_inputs(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
         try:
@@ -336,20 +310,21 @@ class Recomputation:
                 "with OVPATCH_RECOMPUTE_BLOCKS."
             ) from error
 
-    def _compare(self, name: str, kind: _Kind, digest: Any, tensor: Tensor) -> None:
-        """Compare a tensor with the kind and the digest of the forward's; without a digest, with the kind alone."""
-        now = _read_kind(tensor)
-        if now != kind:
-            raise self._make_error(f"{name} was {_describe(kind)}, and now is {_describe(now)}")
-        if isinstance(digest, int):
-            if _digest(tensor) != digest:
-                raise self._make_error(f"{name}, {_describe(kind)}, has other values")
-        elif digest is not None:
+    def _compare(self, index: int, tensor: Tensor) -> None:
+        assert self._digests is not None
+        then = self._digests[index]
+        if isinstance(then, int):
+            if _digest(tensor) != then:
+                raise self._make_error(
+                    f"tensor {index} that it saved, {_describe(self._kinds[index])}, has other "
+                    "values"
+                )
+        elif then is not None:
             with outside_modes():
-                self._doubts.append(_differ(digest, _take_sample(tensor)))
+                self._doubts.append(_differ(then, _take_sample(tensor)))
 
     def _make_doubt(self) -> RecomputeError:
-        return self._make_error("tensors that it saved, or its outputs, have other values")
+        return self._make_error("tensors that it saved have other values")
 
     def _make_error(self, what: str, remedy: str = "") -> RecomputeError:
         """Return the error of a second forward that differs from the first.
@@ -379,23 +354,18 @@ def _unpack(saved: _SavedTensor) -> Tensor:
     return saved.call.get(saved)
 
 
-def _read_kind(tensor: Tensor) -> _Kind:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _describe(kind: _Kind) -> str:
+def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     shape, dtype, device = kind
     return f"{dtype} {list(shape)} on {device}"
 
 
-# --- the comparison of saved tensors and outputs ---
+# --- the comparison of saved tensors ---
 #
-# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves or returns leaves a digest. The
-# recomputation, which then runs to its end, compares the digest with its own tensor. On the CPU the digest is a
-# checksum of all bytes. Other devices may add in another order each time. There the digest is a sample of up to 1024
-# elements: a few elements may differ, and all may differ by rounding errors. The flags stay on the device until the
-# backward has ended, and then the host waits for the device once. Parameters are left out, because their versions are
-# compared in every call.
+# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. The recomputation
+# compares the digest with the tensor that it saves. On the CPU the digest is a checksum of all bytes. Other devices may
+# add in another order each time. There the digest is a sample of up to 1024 elements: a few elements may differ, and
+# all may differ by rounding errors. The flags stay on the device until the backward has ended, and then the host waits
+# for the device once. Parameters are left out, because their versions are compared in every call.
 
 
 class _Checks:

@@ -62,7 +62,6 @@ OPTIONS: Final = (
         "Further operators whose outputs selective keeps, separated by commas: aten.mm,mylib::op.",
         parse=_parse_operators,
         values="operators, separated by commas",
-        needs=("granularity", (SELECTIVE,)),
     ),
     Option(
         "ahead",
@@ -76,8 +75,8 @@ OPTIONS: Final = (
     Option(
         "check",
         AUTO,
-        "When the values that a recomputation saves and returns are compared with the forward's. "
-        "auto: in calls 0, 1, 2, 4, 8, ... of a block. always: in every call, as under "
+        "When the values that a recomputation saves are compared with those that the forward "
+        "saved. auto: in calls 0, 1, 2, 4, 8, ... of a block. always: in every call, as under "
         "ovpatch verify. never: in none; for blocks whose operators compute other bits each time.",
         choices=(AUTO, ALWAYS, NEVER),
         verified=ALWAYS,

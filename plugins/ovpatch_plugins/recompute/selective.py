@@ -37,9 +37,6 @@ ATTENTION: Final = frozenset(
 )
 """Operators of attention, by the name in their schema: torch's, flash-attn's and xformers'."""
 
-# The last operator of a linear of 3D rows. The versions of its result and of the GEMM's output are not shared.
-_UNSAFE_VIEW: Final = torch.ops.aten._unsafe_view.default
-
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of a block's forward and of its recomputation."""
 
@@ -98,8 +95,6 @@ class _Kept:
         self.keeps_more = bool(keep)
         # The detached output, and its tensors with their versions.
         self.outputs: dict[Any, list[tuple[Any, list[tuple[Tensor, int]]] | None]] = {}
-        # The tensors and versions of the last kept output.
-        self._last: list[tuple[Tensor, int]] = []
 
     def add(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Keep the output of a call, without its graph."""
@@ -114,15 +109,7 @@ class _Kept:
                     if isinstance(leaf, Tensor)
                 ],
             )
-            self._last = kept_output[1]
         self.outputs.setdefault(operator, []).append(kept_output)
-
-    def add_view(self, source: Tensor, view: Tensor) -> None:
-        """Add the version of a view of the last kept output that has its own version counter."""
-        # Subclasses may have no memory.
-        tensors = [leaf for leaf, _ in self._last if type(leaf) is Tensor]
-        if type(source) is Tensor and source.data_ptr() in {leaf.data_ptr() for leaf in tensors}:
-            self._last.append((_detach(view), view._version))
 
 
 class _Mode(TorchDispatchMode):
@@ -159,8 +146,6 @@ class _Keep(_Mode):
         output = func(*args, **kwargs) if kwargs else func(*args)
         if self._known.get(id(func), True) and self._find(func):
             self._kept.add(func, args, kwargs or {}, output)
-        elif func is _UNSAFE_VIEW:
-            self._kept.add_view(args[0], output)
         return output
 
 
@@ -181,12 +166,13 @@ class _Reuse(_Mode):
             kept_output = outputs[number] if number < len(outputs) else None
             if kept_output is not None:
                 output, versions = kept_output
-                if all(leaf._version == version for leaf, version in versions):
-                    return tree_map(_detach, output)
-                note(
-                    f"{_name(func)} is recomputed although its output is kept, because the output was "
-                    "changed in place after the call: have the model make a new tensor there"
-                )
+                if any(leaf._version != version for leaf, version in versions):
+                    raise RuntimeError(
+                        f"ovpatch: the output of {_name(func)} was changed in place after the call, "
+                        "and selective recomputation keeps it. Have the model make a new tensor there, "
+                        "or use granularity=full."
+                    )
+                return tree_map(_detach, output)
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

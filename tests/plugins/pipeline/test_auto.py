@@ -195,8 +195,7 @@ def _find_deferrals(cache: str) -> tuple[list[str], list[str], list[set[bool]]]:
     try:
         found = []
         for order in ("as-given", "auto"):
-            limit = {"memory_limit": "1.5x"} if order == "auto" else {}
-            outcome = train_both(CASES["Schedule1F1B"], order, **limit)
+            outcome = train_both(CASES["Schedule1F1B"], order, memory_limit="1.5x")
             found.append(
                 [line for line in outcome.remarks if line.startswith("stage 0: weight gradients")]
             )

@@ -136,7 +136,8 @@ def test_stashed_weights_have_the_bits_of_one_process_with_the_same_delays(
 
 
 def _misuse(kind: str) -> str:
-    ovpatch.apply("pipeline", options={"pipeline": {"weight_stash": "pipedream"}})
+    options = {"weight_stash": "pipedream", **({"schedule": "zb-h1"} if kind == "zb-h1" else {})}
+    ovpatch.apply("pipeline", options={"pipeline": options})
     wrap = nn.parallel.DistributedDataParallel if kind == "replicas" else lambda module: module
     group = (
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -169,6 +170,7 @@ def _misuse(kind: str) -> str:
 
 MISUSES = {
     "no optimizer": "attach_optimizer(schedule, optimizer)",
+    "zb-h1": "schedule=as-given or 1f1b, not zb-h1",
     "replicas": "cannot reduce the gradients of stage 0 over replicas",
     "left out": "stage 1: weight of a LayerNorm is in no optimizer",
     "gradient": "stage 1: weight of a LayerNorm has a gradient",

@@ -45,8 +45,10 @@ def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
     attached_values(schedule).setdefault(_OPTIMIZERS, [])[:] = optimizers
 
 
-def find_reason_against(schedule: Any, stages: Sequence[Any]) -> str:
+def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Return the reason for which this rank cannot stash weights, or ""."""
+    if options["schedule"] not in ("as-given", "1f1b"):
+        return f"weight_stash needs schedule=as-given or 1f1b, not {options['schedule']}"
     if not attached_values(schedule).get(_OPTIMIZERS):
         return "weight_stash needs ovpatch_plugins.pipeline.attach_optimizer(schedule, optimizer)"
     if getattr(schedule, "_shared_grads", None):
