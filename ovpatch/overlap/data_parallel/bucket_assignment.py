@@ -151,8 +151,7 @@ class BucketAssignment:
                 for i in group
                 if i not in self.sharder.sharded and self.params[i].numel() < SMALL_NUMEL
             }
-            small_bytes = sum(self.params[i].nbytes for i in small)
-            if position < last[kind] and small_bytes < min_bytes:
+            if position < last[kind] and sum(self.params[i].nbytes for i in small) < min_bytes:
                 postponed[kind] = list(small)
                 group = [i for i in group if i not in small]
             if group:

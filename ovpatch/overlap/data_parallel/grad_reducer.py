@@ -695,7 +695,6 @@ class GradReducer:
                 layout=config.layout,
             )
         self.sharder.identity = self.identity
-        has_links = config.layout is not None and len(config.layout.ranks) > 1
         self.assignment = BucketAssignment(
             self.params,
             self.names,
@@ -704,7 +703,9 @@ class GradReducer:
             config.in_fp32,
             config.sparse,
             self.sharder,
-            sends_each=has_links and device.type == "cpu",
+            sends_each=device.type == "cpu"
+            and config.layout is not None
+            and len(config.layout.ranks) > 1,
         )
         self._make_sync(self.group)
 

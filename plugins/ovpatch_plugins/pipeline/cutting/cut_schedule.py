@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from ovpatch.overlap.autograd import is_differentiable
 from ovpatch.overlap.comm.consensus import (
     LATE_START_S,
     check_consistent,
@@ -291,11 +292,12 @@ class _Stage(PipelineStage):
 
 
 def _check_dtypes(stack: BlockStack, boundaries: Mapping[int, Boundary]) -> None:
+    # Stages of torch 2.11 demand a gradient for each tensor that they receive.
     if not hasattr(PipelineStage, "_shape_inference"):
         return
     for index, boundary in boundaries.items():
         for tensor in boundary.tensors:
-            if not tensor.is_floating_point():
+            if not is_differentiable(tensor):
                 raise CutError(
                     f"{stack.name(index - 1)} passes on a tensor of {tensor.dtype}, which torch "
                     f"{torch.__version__} cannot send to a stage. Install torch 2.12 or later."
