@@ -169,7 +169,8 @@ class eval_mode(Loop):
         self.model.eval()
 
 
-@habit()
+# Stock PyTorch takes the unused parameters of the last forward for those of the backward.
+@habit(without=("unused_at_times",))
 class forward_without_backward(Loop):
     """A forward has no backward."""
 

@@ -310,14 +310,18 @@ class post_accumulate_hook(Loop):
 
     def wrapped(self):
         super().wrapped()
-        self.__sums = []
+        self.__means = []
         for p in self.trained():
-            p.register_post_accumulate_grad_hook(lambda p: self.__sums.append(p.grad.sum().item()))
+            p.register_post_accumulate_grad_hook(self.__read)
+
+    def __read(self, p):
+        # On three ranks, a sum would have the rounding errors of all elements.
+        self.__means.append(p.grad.double().sum().item() / max(p.numel(), 1))
 
     def end(self, step):
         super().end(step)
-        self.see("sums", sorted(self.__sums))
-        self.__sums.clear()
+        self.see("means", sorted(self.__means))
+        self.__means.clear()
 
 
 @habit()

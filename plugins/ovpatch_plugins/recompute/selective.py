@@ -37,6 +37,10 @@ ATTENTION: Final = frozenset(
 )
 """Operators of attention, by the name in their schema: torch's, flash-attn's and xformers'."""
 
+# The last operator of a linear without a bias for 3D rows. Its output has the memory of the GEMM's output, and another
+# version counter.
+_UNSAFE_VIEW: Final = torch.ops.aten._unsafe_view.default
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of a block's forward and of its recomputation."""
 
@@ -95,6 +99,8 @@ class _Kept:
         self.keeps_more = bool(keep)
         # The detached output, and its tensors with their versions.
         self.outputs: dict[Any, list[tuple[Any, list[tuple[Tensor, int]]] | None]] = {}
+        # The tensors of the last kept output, with their versions.
+        self._last: list[tuple[Tensor, int]] = []
 
     def add(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Keep the output of a call, without its graph."""
@@ -109,7 +115,16 @@ class _Kept:
                     if isinstance(leaf, Tensor)
                 ],
             )
+            self._last = kept_output[1]
         self.outputs.setdefault(operator, []).append(kept_output)
+
+    def add_view(self, source: Tensor, view: Tensor) -> None:
+        """Add the version of a view to the last kept output, if it is a view of that output."""
+        # Subclasses may have no memory.
+        if type(source) is Tensor and any(
+            type(leaf) is Tensor and leaf.data_ptr() == source.data_ptr() for leaf, _ in self._last
+        ):
+            self._last.append((_detach(view), view._version))
 
 
 class _Mode(TorchDispatchMode):
@@ -146,6 +161,8 @@ class _Keep(_Mode):
         output = func(*args, **kwargs) if kwargs else func(*args)
         if self._known.get(id(func), True) and self._find(func):
             self._kept.add(func, args, kwargs or {}, output)
+        elif func is _UNSAFE_VIEW:
+            self._kept.add_view(args[0], output)
         return output
 
 
