@@ -18,6 +18,7 @@ import ovpatch
 from ovpatch import hookspecs
 from ovpatch.hookspecs import Option, OptionError
 from ovpatch.session.plugins import Plugins, find_plugins
+from ovpatch_plugins.recompute import recompute
 from tests.plugins.pipeline.cases import Case, train
 from tests.scripts.arms import needs
 
@@ -171,6 +172,64 @@ def test_the_report_leaves_out_errors_from_before_the_feature_was_on(ranks):
     for noted, remarks in ranks(2)(fail_before_apply):
         assert len(noted) == 1
         assert not any("failed with" in text for text in remarks)
+
+
+# Options that do nothing for a schedule, the fields of its case, and the remarks.
+WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "an order": (
+        {"schedule": "zb-h1"},
+        {"schedule": "ScheduleInterleaved1F1B", "chunks": 2},
+        ["schedule=zb-h1 has no effect: the schedule keeps its order"],
+    ),
+    "a limit of another order": (
+        {"schedule": "zb-h1", "memory_limit": "1x"},
+        {},
+        ["memory_limit=1x has no effect: only schedule=auto solves an order"],
+    ),
+    "a limit and a plan of a solved order": (
+        {"schedule": "auto", "memory_limit": "1x", "plan_file": "plan.json"},
+        {},
+        [],
+    ),
+    "orders of two directions": (
+        {"forward_doubling": True},
+        {},
+        ["forward_doubling=True has no effect: the pipeline runs in one direction"],
+    ),
+}
+
+
+def run_with_options(directory: str, names: list[str]) -> dict[str, list[str]]:
+    found = {}
+    for name in names:
+        options, case, _ = WITHOUT_EFFECT[name]
+        if "plan_file" in options:
+            options = {**options, "plan_file": f"{directory}/plan.json"}
+        with ovpatch.applied("pipeline", options={"pipeline": options}):
+            train(Case(steps=1, **case))
+            remarks = ovpatch.report()["pipeline"].remarks
+        found[name] = [text for text in remarks if "no effect" in text]
+    return found
+
+
+def test_an_option_that_does_not_fit_a_schedule_is_a_remark(ranks, tmp_path):
+    for found in ranks(2)(run_with_options, str(tmp_path), list(WITHOUT_EFFECT)):
+        assert found == {name: remarks for name, (_, _, remarks) in WITHOUT_EFFECT.items()}
+
+
+def recompute_with_options(granularity: str) -> list[str]:
+    options = {"keep": "aten.mm", "granularity": granularity}
+    with ovpatch.applied("recompute", options={"recompute": options}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        recompute(model, granularity, keep="aten.mm", blocks="0,1")
+        recompute(model, "none", blocks="0,1")
+        return [text for text in ovpatch.report()["recompute"].remarks if "no effect" in text]
+
+
+def test_operators_to_keep_without_selective_are_a_remark(ranks):
+    remark = "keep=aten.mm has no effect: granularity=full keeps no outputs"
+    assert ranks(1)(recompute_with_options, "full") == [[remark]]
+    assert ranks(1)(recompute_with_options, "selective") == [[]]
 
 
 # An option whose values differ by rank, and what the report calls the first use.

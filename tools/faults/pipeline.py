@@ -14,6 +14,13 @@ _BOUNDARY_TESTS: Final = "tests/plugins/pipeline/test_cut_boundaries.py"
 
 FAULTS: Final = (
     Fault(
+        "a pipeline does not report options that do nothing for its schedule",
+        _PIPELINE + "pipeline_attach.py",
+        "        if options[name] != defaults[name]",
+        "        if options[name] is defaults",
+        ("tests/test_unusable_options.py::test_an_option_that_does_not_fit_a_schedule_is_a_remark",),
+    ),
+    Fault(
         "a plain chain of traced stages is left to torch",
         _PIPELINE + "pipeline_attach.py",
         "reader for user in users if user.target is operator.getitem for reader in user.users",

@@ -354,8 +354,7 @@ def attach_schedule(
     if first_step.is_stock and is_split:
         report.notes.append(_WARNING_UNREDUCED)
         _log.warning("%s: %s", report.name, _WARNING_UNREDUCED)
-    if options["forward_doubling"] and owner != BIDIRECTIONAL:
-        report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
+    report.notes += _list_unused_options(owner, options, is_auto=is_auto, ranks=group.size())
     note_schedule(report)
     attached = AttachedSchedule(facts, engine, first_step, prediction)
     if is_auto:
@@ -375,6 +374,37 @@ def attach_schedule(
         )
         attached.controller = AutoSchedule(engine, pipeline, plan, report, cache_dir())
     return attached
+
+
+def _list_unused_options(
+    owner: str, options: Mapping[str, Any], *, is_auto: bool, ranks: int
+) -> list[str]:
+    """Return remarks on options that the user has set and that do nothing for a schedule.
+
+    These are no errors, because another schedule of the script may use them.
+
+    Args:
+        owner: The class of the schedule.
+        options: Resolved options of the feature.
+        is_auto: Whether the order is solved.
+        ranks: The number of ranks of the pipeline.
+    """
+    reasons: dict[str, str] = {}
+    wanted = options["schedule"]
+    if not is_auto:
+        keeps = "the pipeline has one rank" if ranks == 1 else "the schedule keeps its order"
+        if wanted == AUTO or owner not in TORCH_ORDERS:
+            reasons["schedule"] = keeps
+        for name in ("memory_limit", "plan_file"):
+            reasons[name] = keeps if wanted == AUTO else "only schedule=auto solves an order"
+    if owner != BIDIRECTIONAL:
+        reasons["forward_doubling"] = "the pipeline runs in one direction"
+    defaults = {option.name: option.default for option in OPTIONS}
+    return [
+        f"{name}={options[name]} has no effect: {reason}"
+        for name, reason in reasons.items()
+        if options[name] != defaults[name]
+    ]
 
 
 def _agree_on_order(

@@ -228,6 +228,8 @@ def attach_blocks(
             f"{type(model).__name__}: {len(attached)} blocks of class {classes} are recomputed "
             f"({granularity}), {attached[0].name} to {attached[-1].name}"
         )
+        if keep and granularity == FULL:
+            note(f"keep={','.join(keep)} has no effect: granularity=full keeps no outputs")
     return [block.name for block in attached]
 
 

@@ -423,7 +423,7 @@ def test_replicas_that_start_with_other_weights_are_named_on_all_ranks(
 
 def test_the_report_says_that_one_direction_has_nothing_to_double(ranks: Any) -> None:
     for remarks, _ in ranks(2)(_run_in_one_direction):
-        assert "forward_doubling has no effect: the pipeline runs in one direction" in remarks
+        assert "forward_doubling=True has no effect: the pipeline runs in one direction" in remarks
 
 
 # --- failures ---
