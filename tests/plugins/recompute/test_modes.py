@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,3 +73,53 @@ def test_the_first_use_inside_of_a_mode(mode: str) -> None:
         counted = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
     compare(expected, found).assert_bitwise()
     assert counted["calls"] == (12 if mode == "fake" else 9), counted
+
+
+# Other features and schedules fail in stock PyTorch inside of these, as their functions have no rules for them.
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones_like(x)),
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x[0]),
+}
+
+
+class Stateless(nn.Module):
+    """Two linears; transforms refuse a forward that changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return result
+
+
+def transform_and_train(transform: str) -> list[Any]:
+    """Transform the model before each of three steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Stateless() for _ in range(3)))
+    recompute(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records = []
+    for _ in range(3):
+        x = torch.randn(4, WIDTH)
+        records.append(TRANSFORMS[transform](model, x))
+        model(x).square().mean().backward()
+        records.append([param.grad.clone() for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_functorch_transforms_between_steps(transform: str) -> None:
+    expected = transform_and_train(transform)
+    with ovpatch.applied("recompute"):
+        before = COUNTERS.recomputations
+        found = transform_and_train(transform)
+        recomputed = COUNTERS.recomputations - before
+    compare(expected, found).assert_bitwise()
+    assert recomputed == 9
