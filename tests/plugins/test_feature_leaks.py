@@ -114,7 +114,7 @@ def grown(loop: str, is_patched: bool) -> tuple[int, dict[str, int], dict[str, i
             if number + 1 in (SETTLED, TIMES):
                 found.append(measure(*found))
         counters = dict(ovpatch.report()[feature].counters) if is_patched else {}
-    return *compare(*found, runs=TIMES - SETTLED), counters
+    return *compare(*found), counters
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -181,12 +181,12 @@ Measured = tuple[int, collections.Counter[str]]
 def measure(before: Measured | None = None) -> Measured:
     """Return the bytes in all storages, and the number of objects by class of ovpatch.
 
-    While there are more bytes than ``before``, measure again: gloo's thread may hold the tensors of a collective for a
-    moment after its end. A leak stays.
+    While there is more than ``before``, measure again: gloo's thread may hold the tensors of a collective for a moment
+    after its end. A leak stays.
     """
     for _ in range(_MAX_MEASUREMENTS):
         found = _measure_once()
-        if before is None or found[0] <= before[0]:
+        if before is None or (found[0] <= before[0] and found[1] <= before[1]):
             break
         time.sleep(0.05)
     return found
@@ -210,13 +210,9 @@ def _measure_once() -> Measured:
     return sum(sizes.values()), counts
 
 
-def compare(before: Measured, after: Measured, *, runs: int) -> tuple[int, dict[str, int]]:
+def compare(before: Measured, after: Measured) -> tuple[int, dict[str, int]]:
     """Return the growth of a loop between two measurements, in bytes and in objects by class."""
-    grown_by = {name: count - before[1][name] for name, count in after[1].items()}
-    # A few objects, such as connections, may come and go. A leak happens in each run.
-    return after[0] - before[0], {
-        name: count for name, count in grown_by.items() if count > runs // 2
-    }
+    return after[0] - before[0], dict(after[1] - before[1])
 
 
 def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:
@@ -232,7 +228,7 @@ def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:
             dist.barrier()
             if number + 1 in (SETTLED, times):
                 found.append(measure(*found))
-        return compare(*found, runs=times - SETTLED)
+        return compare(*found)
 
 
 def all_grown(features: str, loops: list[str]) -> dict[str, Any]:
