@@ -22,6 +22,7 @@ class Expected:
         idle: The features that do nothing.
         raises: Whether stock PyTorch raises.
         is_rare: Whether only some runs or some combinations of habits need it.
+        ranks: The smallest number of ranks that needs it.
     """
 
     habits: tuple[str, ...]
@@ -30,6 +31,7 @@ class Expected:
     idle: tuple[str, ...] = ()
     raises: bool = False
     is_rare: bool = False
+    ranks: int = 1
 
 
 _REDUCER: Final = ("ddp", "dist_optimizer")
@@ -63,6 +65,13 @@ EXPECTED: Final = (
         "centered divides by the root of a difference, which may be close to zero",
         allow=1e-4,
         is_rare=True,
+    ),
+    Expected(
+        ("batch_norm",),
+        "sums in another order round differently, and each step divides by deviations of a small batch",
+        allow=1e-4,
+        is_rare=True,
+        ranks=3,
     ),
     # - Nothing to reduce
     Expected(("all_local",), "no gradient is reduced", idle=_REDUCER),
@@ -108,9 +117,13 @@ EXPECTED: Final = (
 )
 
 
-def find_expected(habits: Collection[str]) -> list[Expected]:
-    """Return the declarations of some habits, with the smallest differences first."""
+def find_expected(habits: Collection[str], ranks: int) -> list[Expected]:
+    """Return the declarations of some habits on some ranks, with the smallest differences first."""
     return sorted(
-        (declaration for declaration in EXPECTED if set(declaration.habits) & set(habits)),
+        (
+            declaration
+            for declaration in EXPECTED
+            if set(declaration.habits) & set(habits) and ranks >= declaration.ranks
+        ),
         key=lambda declaration: declaration.allow,
     )

@@ -233,7 +233,7 @@ def _counters() -> dict[str, int]:
 def _judge(cell: Cell, stock: _Run, patched: _Run, noise_runs: list[Any]) -> Outcome:
     """Compare two runs by the rule of ``ovpatch.insight``, and the counters with the declarations."""
     needed = set[Expected]()
-    declared = find_expected(cell.habits)
+    declared = find_expected(cell.habits, cell.world)
     floor, units = (FLOOR, 1) if cell.world > 2 else (0.0, 0)
     difference = _describe(
         compare(stock.records, patched.records, reruns=noise_runs, floor=floor, noise_units=units),
