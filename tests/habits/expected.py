@@ -23,6 +23,7 @@ class Expected:
         raises: Whether stock PyTorch raises.
         is_rare: Whether only some runs or some combinations of habits need it.
         ranks: The smallest number of ranks that needs it.
+        together_with: Habits of which the cell must have one; empty if it needs none.
     """
 
     habits: tuple[str, ...]
@@ -32,17 +33,22 @@ class Expected:
     raises: bool = False
     is_rare: bool = False
     ranks: int = 1
+    together_with: tuple[str, ...] = ()
 
 
 _REDUCER: Final = ("ddp", "dist_optimizer")
 _SHARDING: Final = ("dist_optimizer",)
+_NORMS: Final = ("clip_norm", "clip_one_by_one", "total_norm", "clips_in_any_order")
 
 EXPECTED: Final = (
     # - Values: dist_optimizer-reference.md, "Contract"
+    Expected(_NORMS, "a norm is summed over shards, in another order", allow=1e-4),
     Expected(
-        ("clip_norm", "clip_one_by_one", "total_norm", "clips_in_any_order"),
-        "a norm is summed over shards, in another order",
-        allow=1e-4,
+        ("adafactor",),
+        "divides the rounding errors of a norm by the root of a mean, which may be close to zero",
+        allow=1e-3,
+        is_rare=True,
+        together_with=_NORMS,
     ),
     Expected(
         ("expanded_gradient",),
@@ -123,7 +129,9 @@ def find_expected(habits: Collection[str], ranks: int) -> list[Expected]:
         (
             declaration
             for declaration in EXPECTED
-            if set(declaration.habits) & set(habits) and ranks >= declaration.ranks
+            if set(declaration.habits) & set(habits)
+            and ranks >= declaration.ranks
+            and (not declaration.together_with or set(declaration.together_with) & set(habits))
         ),
         key=lambda declaration: declaration.allow,
     )
