@@ -46,7 +46,7 @@ EXPECTED: Final = (
     Expected(
         ("adafactor",),
         "divides the rounding errors of a norm by the root of a mean, which may be close to zero",
-        allow=1e-3,
+        allow=1e-2,
         is_rare=True,
         together_with=_NORMS,
     ),
