@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.eager_transforms import grad_increment_nesting, jvp_increment_nesting
+from torch._functorch.vmap import vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +46,21 @@ def filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+#: Levels of ``torch.func``, by the contexts that its transforms enter around the function that they call.
+#: The transforms themselves take functions, and would return what the tests record as the outputs of a derivative.
+LEVELS: dict[str, Callable[[], Any]] = {
+    "grad level": grad_increment_nesting,
+    "jvp level": jvp_increment_nesting,
+    "vmap level": lambda: vmap_increment_nesting(2, "same"),
+}
+
+
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the wrapper of a level that has ended; other tensors are returned as they are."""
+    found: torch.Tensor = torch._C._functorch.unwrap_if_dead(tensor)
+    return found
+
+
 #: By default torch fills new memory with NaN under deterministic algorithms.
 MODES: dict[str, Callable[[], Any]] = {
     "functions": Functions,
@@ -55,7 +72,8 @@ MODES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    **LEVELS,
 }
 
 #: Modes in which nothing can be trained.
-FORWARD_ONLY = ("no_grad", "inference", "fake")
+FORWARD_ONLY = ("no_grad", "inference", "fake", *LEVELS)

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, LostSource, TensorMeta
@@ -215,8 +216,10 @@ class StateDictSource(LazySource):
                 shown[name] = lazy
                 self._tensors.append((state, name, weakref.ref(lazy)))
             elif _is_plain_scalar(value):
-                # This object shows the live memory until `_freeze_scalars` gives it its own.
-                shown[name] = value.detach()
+                # This object shows the live memory until `_freeze_scalars` gives it its own. A
+                # functorch level would make it a wrapper, whose memory cannot be replaced.
+                with outside_modes():
+                    shown[name] = value.detach()
         scalars = {
             name: value for name, value in shown.items() if not isinstance(value, LazyTensor)
         }
