@@ -38,6 +38,7 @@ FAMILIES: Final = (
     "params",
     "reads",
     "state",
+    "stateful",
     "switching",
     "wrapping",
     "zeroing",

@@ -226,8 +226,10 @@ def _copy(value: Any) -> Any:
 def _counters() -> dict[str, int]:
     from ovpatch_plugins.ddp.ddp_report import COUNTERS
     from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS as SHARDED
+    from ovpatch_plugins.recompute.recompute_report import COUNTERS as RECOMPUTED
 
-    return COUNTERS.as_dict() | SHARDED.as_dict()
+    recomputed = {"recomputations": RECOMPUTED.recomputations}
+    return COUNTERS.as_dict() | SHARDED.as_dict() | recomputed
 
 
 def _judge(cell: Cell, stock: _Run, patched: _Run, noise_runs: list[Any]) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.habits.fuzz import choose_compatible, fuzz, make_cell, shrink
-from tests.habits.loop import Loop, call_in_thread, combine, load_habits
+from tests.habits.loop import Loop, call_in_thread, combine, family_of, load_habits
 from tests.habits.matrix import Cell, run_cells
 from tests.support.rarely import ALL_CASES
 
@@ -28,6 +28,14 @@ def test_cells_that_random_runs_found_are_as_in_stock_pytorch(ranks):
     outcomes = run_cells(ranks, [Cell.parse(text) for text in FOUND])
     assert [outcome.difference for outcome in outcomes] == ["", ""]
     assert all(outcome.counters["steps"] for outcome in outcomes)
+
+
+def test_recomputed_blocks_with_state_are_as_in_stock_pytorch(ranks):
+    stateful = [name for name, loop in load_habits().items() if family_of(loop) == "stateful" and name != "recomputed"]
+    cells = [Cell((name, "recomputed"), seed=seed) for name in stateful for seed in (0, 1)]
+    for cell, outcome in zip(cells, run_cells(ranks, cells), strict=True):
+        assert not (outcome.difference or outcome.error), f"{cell}: {outcome}"
+        assert outcome.counters["recomputations"], cell
 
 
 def test_a_failing_cell_gets_smaller():

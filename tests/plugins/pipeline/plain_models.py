@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -157,6 +160,64 @@ class StatefulBlock(DecoderBlock):
         change = self.mean + self.calls % 3 + self.counter[-1] % 5
         result = super().forward(x, mask) + 0.1 * (change * torch.linspace(0, 1, 16) + noise)
         return self.batch_norm(result.flatten(0, -2)).view_as(result)
+
+
+class Habitual(Decoder):
+    """A decoder whose blocks have habits of scripts.
+
+    Args:
+        habits: Of each block, some of :data:`HABITS`.
+        dropout: The probability after the embedding and in the blocks.
+    """
+
+    def __init__(self, habits: Sequence[str], dropout: float = 0.0, layers: int = 5) -> None:
+        super().__init__(dropout=dropout, layers=0)
+        self.layers = nn.ModuleList(HabitualBlock(habits, dropout, seed) for seed in range(layers))
+
+
+class HabitualBlock(DecoderBlock):
+    """A block that draws numbers, counts, keeps values, or skips itself in training."""
+
+    def __init__(self, habits: Sequence[str], dropout: float, seed: int) -> None:
+        super().__init__(dropout, True)
+        self.habits, self.calls, self.seen = tuple(habits), 0, list[Tensor]()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("mean", torch.zeros(()))
+        if "forward hook" in habits:
+            self.register_forward_hook(lambda module, _, output: output * (1 + 0.1 * module.calls))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        self.calls += 1
+        change: Any = 0.0
+        for habit in self.habits:
+            if habit in _DRAWS:
+                change = change + _DRAWS[habit](self, x)
+        if "layer drop" in self.habits and self.training and torch.rand([]) < 0.4:
+            return x + 0.1 * change
+        return super().forward(x * (1 + 0.1 * change), mask)
+
+
+def _cache(block: HabitualBlock, x: Tensor) -> Tensor:
+    block.seen.append(x.detach().mean())
+    return torch.stack(block.seen[-3:]).mean()
+
+
+def _average(block: HabitualBlock, x: Tensor) -> Tensor:
+    block.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+    return block.mean.clone()
+
+
+# Functions of a block and its input.
+_DRAWS: dict[str, Any] = {
+    "generator": lambda block, x: torch.randn(x.shape[-1:], generator=block.generator),
+    "Python": lambda block, x: random.random() * block.training,
+    "numpy": lambda block, x: float(numpy.random.randn()) * block.training,
+    "counter": lambda block, x: block.calls % 5,
+    "cache": _cache,
+    "average": _average,
+}
+
+HABITS = (*_DRAWS, "forward hook", "layer drop")
 
 
 class Training(Decoder):

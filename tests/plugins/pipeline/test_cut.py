@@ -29,12 +29,14 @@ from ovpatch_plugins.pipeline.cutting.block_balance import (
 )
 from ovpatch_plugins.pipeline.cutting.block_stack import find_block_stack, prepared
 from ovpatch_plugins.pipeline.cutting.cut_check import name_args
-from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
+from ovpatch_plugins.recompute import recompute
 from tests.plugins.pipeline.cases import counters
 from tests.plugins.pipeline.plain_models import (
     CONTEXT,
+    HABITS,
     WORDS,
     Decoder,
+    Habitual,
     Indexed,
     Named,
     Reused,
@@ -68,7 +70,8 @@ class Cut:
         placement: The stages' placement.
         inputs: Makes the keyword arguments of a batch, given its rows.
         options: More arguments of ``cut()``.
-        patched: Whether ovpatch runs the schedule.
+        patched: The order in which ovpatch runs the schedule; "" for the schedule of torch.
+        recomputed: Classes of the blocks that ``recompute`` runs again, if the schedule is patched.
     """
 
     make: Callable[[], nn.Module]
@@ -77,6 +80,7 @@ class Cut:
     inputs: Callable[[int], dict[str, Tensor]] = lambda rows: {}
     options: dict[str, Any] = field(default_factory=dict)
     patched: str = ""
+    recomputed: str = ""
 
 
 def _mask(rows: int) -> dict[str, Tensor]:
@@ -126,6 +130,11 @@ PLAIN = {
     "indices": Cut(Indexed),
     "stateful": Cut(Stateful),
     "stateful, patched": Cut(Stateful, patched="as-given"),
+    "stateful, recomputed": Cut(Stateful, patched="zb-h1", recomputed="StatefulBlock"),
+    "habits": Cut(lambda: Habitual(HABITS)),
+    "habits, recomputed": Cut(
+        lambda: Habitual(HABITS), patched="as-given", recomputed="HabitualBlock"
+    ),
     "named module": Cut(Named),
     "pictures": Cut(Seeing, inputs=_pictures),
     "pictures, patched": Cut(lambda: _run(Seeing()), inputs=_pictures, patched="zb-h1"),
@@ -165,49 +174,55 @@ def _cut(case: Cut, model: nn.Module, **more: Any) -> Any:
     )
 
 
+def _read_streams() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+
+def _write_streams(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+
+
+def _seed_streams(rank: int) -> tuple[Any, ...]:
+    """Seed the streams of torch, Python and numpy for a rank, and return their states."""
+    torch.manual_seed(50 + rank)
+    random.seed(50 + rank)
+    numpy.random.seed(50 + rank)
+    return _read_streams()
+
+
 class _Streams:
-    """Random numbers as the ranks of a pipeline draw them: each rank has its own stream."""
+    """Random numbers as the ranks of a pipeline draw them: each rank has its own streams."""
 
     def __init__(
         self, model: nn.Module, blocks: list[nn.Module], ranges: list[range], ranks: list[int]
     ) -> None:
-        self._states = {
-            rank: torch.Generator().manual_seed(50 + rank).get_state() for rank in set(ranks)
-        }
+        self._states = {rank: _seed_streams(rank) for rank in set(ranks)}
         self._rank = 0
-        model.register_forward_pre_hook(lambda *_: torch.set_rng_state(self._states[0]))
+        model.register_forward_pre_hook(lambda *_: _write_streams(self._states[0]))
         for own, rank in zip(ranges[1:], ranks[1:], strict=True):
             blocks[own[0]].register_forward_pre_hook(lambda *_, rank=rank: self._switch(rank))
         model.register_forward_hook(lambda *_: self._switch(0))
 
     def _switch(self, rank: int) -> None:
-        self._states[self._rank], self._rank = torch.get_rng_state(), rank
-        torch.set_rng_state(self._states[rank])
+        self._states[self._rank], self._rank = _read_streams(), rank
+        _write_streams(self._states[rank])
 
 
-def _keep_random_state(schedule: Any) -> None:
-    """Keep later random numbers as they are when torch 2.11 infers shapes, for which it runs stages with dropout."""
-    for stage in list_stages(schedule):
-        infer = getattr(stage, "_shape_inference", None)
-        if infer is not None:
-
-            def call(*args: Any, infer: Callable[..., Any] = infer) -> Any:
-                with torch.random.fork_rng(devices=[]):
-                    return infer(*args)
-
-            stage._shape_inference = call
-
-
-def _compare(case: Cut) -> list[str]:
+def compare_cut(case: Cut) -> list[str]:
     """Train two steps of the cut and of the full model; return the differences."""
     torch.manual_seed(0)
     model = case.make()
     full_model = copy.deepcopy(model)
     if case.patched:
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": case.patched}})
+        # The full model stays stock, so the stages are chosen below.
+        options = {"pipeline": {"schedule": case.patched}, "recompute": {"granularity": "none"}}
+        ovpatch.apply("pipeline", "recompute", options=options)
         before = counters()
     made = _cut(case, model)
-    _keep_random_state(made)
+    for part in made.model_parts if case.patched and case.recomputed else ():
+        recompute(part, blocks=case.recomputed)
     if getattr(full_model, "is_gradient_checkpointing", False):
         # Hooks of blocks would run again in the backward, and _Streams would switch there.
         full_model.gradient_checkpointing_disable()
@@ -227,14 +242,13 @@ def _compare(case: Cut) -> list[str]:
         dict(full_model.named_parameters(remove_duplicate=False)),
     )
     found = [f"{name} is no name of the model" for name, _ in params if name not in names]
-    torch.manual_seed(50 + dist.get_rank())
-    state = torch.get_rng_state()
+    state = _seed_streams(dist.get_rank())
     for step in range(2):
         ids, target, kwargs = _batch(case, step)
         losses: list[Tensor] = []
-        torch.set_rng_state(state)
+        _write_streams(state)
         out = made.step(ids, target=target, losses=losses, **kwargs)
-        state = torch.get_rng_state()
+        state = _read_streams()
         expected, outs = _train_full_model(full_model, ids, target, kwargs)
         # The gradient of a tied weight is sum(e) + sum(h) over microbatches here, and sum(e + h) there. The two round
         # differently, and so do all values that depend on the weight in the next step.
@@ -285,7 +299,7 @@ def _differ(where: str, found: Tensor | None, wanted: Tensor | None, loose: bool
 
 def _compare_all(names: list[str]) -> dict[str, list[str]]:
     cases = PLAIN | HF
-    return {name: _compare(cases[name]) for name in names}
+    return {name: compare_cut(cases[name]) for name in names}
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=RARELY)])

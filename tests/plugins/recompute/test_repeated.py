@@ -117,6 +117,14 @@ def _drop_layer(part: Part, x: Tensor) -> Tensor:
     return x.sin() if random.random() < 0.5 else _scale(part, x, 0.0)
 
 
+def _recur(part: Part, x: Tensor) -> Tensor:
+    part.calls += 1
+    # The workspace that the layer saves has gaps, which show the memory before.
+    junk = [torch.full((size,), part.calls, dtype=torch.uint8) for size in range(1024, 65536, 1024)]
+    del junk
+    return _scale(part, part.recurrent(x)[0], 0.0)
+
+
 def _start_late(part: Part, x: Tensor) -> Tensor:
     part.calls += 1
     return _scale(part, x, random.random() if part.calls > 3 else 0.0)
@@ -188,6 +196,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "forward pre-hook": lambda: _with(Part(_zero), register_forward_pre_hook=_note_call),
     "backward hook": lambda: _with(Part(_zero), register_full_backward_hook=_note_backward),
     "tensor hook": lambda: Part(_hook_in_graph),
+    "recurrent": lambda: Part(_recur, calls=0, recurrent=nn.LSTM(WIDTH, WIDTH)),
     "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)),
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)),
     "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
@@ -227,7 +236,7 @@ class Stack(nn.Module):
         return result + sum(losses)
 
 
-def _state(model: nn.Module) -> list[Tensor]:
+def read_state(model: nn.Module) -> list[Tensor]:
     """Return the attributes of the parts, and the next number of each random stream, as tensors."""
     found = [
         torch.rand(2),
@@ -250,7 +259,7 @@ def _state(model: nn.Module) -> list[Tensor]:
     return [torch.as_tensor(value).detach().clone() for value in found]
 
 
-def _seed() -> None:
+def seed_streams() -> None:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -261,7 +270,7 @@ def _seed() -> None:
 
 def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: int = 2) -> list[Any]:
     """Train, with two forwards before their backwards, and return the state after each step."""
-    _seed()
+    seed_streams()
     model = Stack(blocks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[Any] = []
@@ -276,7 +285,7 @@ def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: in
         for loss in losses:
             loss.backward()
         model.train()
-        found += [*(loss.detach() for loss in losses), *_state(model)]
+        found += [*(loss.detach() for loss in losses), *read_state(model)]
         found += [
             None if param.grad is None else param.grad.clone() for param in model.parameters()
         ]

@@ -42,6 +42,7 @@ from ovpatch_plugins.pipeline.cutting.block_stack import (
     find_block_stack,
     map_leaves,
     prepared,
+    save_random_states,
     trace_model,
 )
 from ovpatch_plugins.pipeline.cutting.cut_check import (
@@ -238,7 +239,7 @@ class _Stage(PipelineStage):
       fails.
     - In torch 2.15 an evaluation of stages in a V fails, because they pass each other gradients that do not exist.
     - The forward in which torch infers shapes before the first step counts in running statistics, in generators of the
-      model and in counters.
+      model and in counters, and draws from the streams of Python and NumPy.
     - That forward also reads uninitialized memory, so that blocks fail that take indices from it.
 
     Attributes:
@@ -250,10 +251,12 @@ class _Stage(PipelineStage):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         # This forward also initializes objects that wrappers have put into the modules.
         state = ForwardState(self.tree.modules(), has_objects=False)
+        restore_random = save_random_states(self.device)
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
         finally:
             state.restore()
+            restore_random()
 
     def _to_tensor(self, arg: Any) -> Any:
         own: Any = super()  # untyped in torch
