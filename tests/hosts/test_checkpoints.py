@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +122,20 @@ def read(layout: str, way: str, folder: Path, *, reordered: bool = False) -> tup
         return first, copy_values(model)
 
 
-def read_all(root: Path) -> dict[str, dict[str, Any]]:
+def read_all(
+    root: Path, writers: Iterable[str] = LAYOUTS, readers: Iterable[str] = LAYOUTS
+) -> dict[str, dict[str, Any]]:
     """Let each layout write, and each layout read that; all ways take turns."""
     from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
     ways = itertools.cycle(WAYS)
     found = {}
-    for writer in LAYOUTS:
+    for writer in writers:
         for way in WAYS:
             (root / writer / way).mkdir(parents=True, exist_ok=True)
         dist.barrier()
         written = write(writer, root)
-        for reader in LAYOUTS:
+        for reader in readers:
             way = next(ways)
             # Layouts that do not shard by host also change in tests of one host.
             if not (ALL_CASES or BY_HOST in (writer, reader)):
@@ -155,6 +157,10 @@ def read_all(root: Path) -> dict[str, dict[str, Any]]:
 
 def test_a_checkpoint_of_any_layout_is_read_by_any_other_one(ranks, tmp_path):
     check_table(ranks(4)(read_all, tmp_path, timeout=240))
+
+
+def test_a_checkpoint_by_host_is_read_on_one_host(ranks, tmp_path):
+    check_table(ranks(4)(read_all, tmp_path, (BY_HOST,), ("1 host x 4",)))
 
 
 def check_table(results: list[Any]) -> None:

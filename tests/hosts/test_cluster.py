@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL
 from tests.support import patience
-from tests.support.hosts import find_processes_in, hosts, read_sent_bytes
+from tests.support.hosts import find_processes_in, hosts, read_sent_bytes, reason_to_skip
 from tests.support.rarely import RARELY
 
 # Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
@@ -56,6 +58,59 @@ def test_hosts_have_their_own_names_addresses_and_memory(cluster):
     ):
         with pytest.raises(ValueError, match="only hosts 0 to 1"):
             use_link()
+
+
+def queues(cluster, host: int) -> list[Any]:
+    """Return the queues at both ends of a host's link, with their counters, from tc."""
+    ends = ((cluster._switch, f"port{host}"), (cluster._pids[host], "eth0"))
+    command = "nsenter -t {} --net tc -s -j qdisc show dev {}"
+    shown = [subprocess.check_output(command.format(*end).split()) for end in ends]
+    return [queue for text in shown for queue in json.loads(text)]
+
+
+def test_queues_hold_each_link_to_its_rate_in_both_directions(cluster):
+    # In bytes per second.
+    rates = {"1gbit": 125_000_000, "20mbit": 2_500_000, "300kbit": 37_500}
+    for rate, expected in rates.items():
+        cluster.limit(1, rate)
+        assert [(queue["kind"], queue["options"]["rate"]) for queue in queues(cluster, 1)] == [
+            ("tbf", expected)
+        ] * 2
+    assert [queue["options"]["rate"] for queue in queues(cluster, 0)] == [rates["1gbit"]] * 2
+    cluster.limit(1, "1gbit")
+
+
+def test_all_bytes_of_a_slow_link_wait_in_its_queues(cluster):
+    cluster.limit(1, "20mbit")
+    before = queues(cluster, 1)
+    with cluster.ranks(1, exchange, 300_000) as job:
+        assert job.results() == [("host0", 1.0, "0"), ("host1", 1.0, "0")]
+    for then, now in zip(before, queues(cluster, 1), strict=True):
+        assert now["bytes"] - then["bytes"] >= 1_200_000
+        # More came than the rate allows, so the queue held packets back.
+        assert now["overlimits"] > then["overlimits"]
+    cluster.limit(1, "1gbit")
+
+
+LACKS = {
+    "only Linux has": mock.patch.object(sys, "platform", "darwin"),
+    "need root": mock.patch.object(os, "geteuid", return_value=1000),
+    "the commands ip, tc, unshare, nsenter, setpriv, mount": mock.patch.object(
+        shutil, "which", return_value=None
+    ),
+    "forbidden here: no permission": mock.patch.object(
+        subprocess, "run", return_value=mock.Mock(returncode=1, stderr="no permission\n")
+    ),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_a_machine_that_can_have_no_hosts_is_told_why(cluster, lack):
+    del cluster
+    find_reason = reason_to_skip.__wrapped__
+    assert find_reason() == ""
+    with LACKS[lack]:
+        assert lack in find_reason()
 
 
 # The server of these ranks does not need torch.
@@ -199,6 +254,37 @@ def test_features_chosen_by_default_send_two_sums_over_each_link_at_most(cluster
         assert result[2:] == results[0][2:]
 
 
+# Hosts, ranks of each, and the limit in units of the gradients' bytes.
+LAYOUTS = {
+    "by host, 4 ranks": (2, 4, 2 * 1 / 2),
+    "by host, 3 hosts": (3, 2, 2 * 2 / 3),
+    "3 hosts of one rank": (3, 1, 2 * 2 / 3),
+    "4 hosts of one rank": (4, 1, 2 * 3 / 4),
+    # A host of two ranks sends two thirds of the terms, and then of the parameters.
+    "uneven": (2, [2, 1], 2 * 2 / 3),
+}
+DEFAULT = "3 hosts of one rank"
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == DEFAULT else RARELY) for name in LAYOUTS]
+)
+def test_dist_optimizer_that_is_named_sends_two_sums_whatever_the_layout(cluster, layout):
+    del cluster
+    count, per_host, limit = LAYOUTS[layout]
+    nbytes = 4 * sum(param.numel() for param in model().parameters())
+    options = {"dist_optimizer": {"min_param_numel": 8, "shard": "always"}}
+    with (
+        hosts(count, rate="1gbit") as made,
+        made.ranks(per_host, train, ("ddp", "dist_optimizer"), options, 5) as job,
+    ):
+        results = job.results()
+    for result in results:
+        assert result[0] <= limit * nbytes + FRAMING_BYTES, (nbytes, results)
+        assert result[1] > 0, "no step was sharded"
+        assert result[2:] == results[0][2:]
+
+
 @pytest.mark.parametrize("per_host", [2, pytest.param(4, marks=RARELY)])
 def test_ddp_sends_two_sums_over_each_link_at_most(cluster, per_host):
     nbytes = 4 * sum(param.numel() for param in model().parameters())
@@ -215,6 +301,38 @@ def test_ddp_sends_two_sums_over_each_link_at_most(cluster, per_host):
 
 
 # --- the end ---
+
+
+def fail_on_one_rank(features: tuple[str, ...], bad: int) -> int:
+    """Raise in a backward of one rank, which ends its program."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if features:
+        ovpatch.apply(*features, options={"dist_optimizer": {"min_param_numel": 8}})
+    wrapped = DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    for step in range(6):
+        optimizer.zero_grad()
+        hidden = wrapped(torch.ones(2, 700))
+        if step == 4 and dist.get_rank() == bad:
+            hidden.register_hook(lambda grad: int("not a number"))
+        hidden.square().mean().backward()
+        optimizer.step()
+    return step
+
+
+@pytest.mark.parametrize(
+    "features",
+    [pytest.param((), marks=RARELY), pytest.param(("ddp",), marks=RARELY), ("ddp", "dist_optimizer")],
+    ids=str,
+)
+def test_an_exception_on_one_rank_ends_the_programs_of_all_hosts(cluster, features):
+    with cluster.ranks(2, fail_on_one_rank, features, 3) as job:
+        results = job.results()
+    # A rank that hangs has the result None.
+    assert all(isinstance(result, str) for result in results), results
+    assert results[3].startswith("ValueError: invalid literal"), results
+    for peer in results[:3]:
+        assert peer.startswith(("RuntimeError", "DistBackendError")), results
 
 
 def outlive_the_feature(late: int) -> list[bool]:

@@ -134,6 +134,18 @@ def test_gradients_are_those_of_stock_and_the_same_on_all_ranks(ranks, world, ho
     )
 
 
+@pytest.mark.parametrize(("world", "hosts"), [(3, UNEVEN[3]), (2, ALONE[2])], ids=str)
+def test_hierarchical_on_computes_what_stock_does(ranks, world, hosts):
+    case = {"many buckets": CASES["many buckets"]}
+    for results, remarks in ranks(world)(all_on_hosts, hosts, case, "on"):
+        runs = results["many buckets"]
+        compared = compare(runs["stock"], runs["patched"], reordered=runs["reordered"])
+        (compared.assert_bitwise if world == 2 else compared.assert_equal)()
+        assert runs["counters"]["stock_models"] == 0
+        # Hosts of one rank have nothing to reduce within.
+        assert any("within each host first" in remark for remark in remarks) == (world == 3)
+
+
 def all_alone(hosts, cases):
     sends_each = []
 

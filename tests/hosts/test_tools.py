@@ -21,8 +21,11 @@ from tests.support.rarely import RARELY
 PROGRAM = Path(__file__).with_name("verified.py")
 PORT = 29600
 TOOL = """
-import sys
+import os, socket, sys
 from ovpatch.cli import main
+from ovpatch.insight import nodes
+if os.environ.get("OLD") == socket.gethostname():
+    nodes.__version__ = "0.0.1"
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -127,6 +130,16 @@ def test_a_node_that_does_not_come_is_named_and_nothing_runs(start):
     assert "run 1" not in err
 
 
+@pytest.mark.parametrize("tool", ["verify", "bench"])
+def test_a_node_with_another_version_is_named_on_all_nodes_and_nothing_runs(start, tool):
+    leader, follower = start(tool, {"OLD": "host1"})
+    named = "node 1 (host1) differs from node 0 (host0) in version: \"0.0.1\" there, "
+    for code, out, err in (leader, follower):
+        assert (code, out) == (3, ""), (leader, follower)
+        assert named in err
+        assert "run 1" not in err
+
+
 def test_a_node_without_a_route_to_node_0_says_so(cluster, start):
     cluster.set_link(1, up=False)
     ((code, out, err),) = start("verify", {}, "--timeout", "1", on=[1])
@@ -173,7 +186,6 @@ def test_bench_times_all_ranks(start, tmp_path):
     assert "node 0 (host0) concluded: " in follower[1]
 
 
-@RARELY
 def test_timeline_shows_all_ranks(start, tmp_path):
     leader, follower = start("timeline", {}, "--out", "{host}", "--no-picture")
     assert leader[0] == follower[0] == 0, (leader, follower)

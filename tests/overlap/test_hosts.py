@@ -188,3 +188,23 @@ def test_layouts(names, expected):
     for rank, layout in enumerate(layouts):
         assert (layout.ranks, layout.num_lanes, layout.is_even, layout.is_hierarchical) == expected
         assert layout.own_ranks[layout.place] == rank
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((1, 1), True),
+        ((1, 1, 1, 1), True),
+        ((2, 1), True),
+        ((2, 2), True),
+        ((2, 2, 2, 2), True),
+        # Eight ranks send 16 eighths over a link, and their ring 14.
+        ((4, 4), False),
+        # Without a link, shared memory decides.
+        ((4,), False),
+    ],
+    ids=str,
+)
+def test_terms_are_exchanged_where_that_sends_less_over_a_link(counts, expected):
+    names = [f"host{host}" for host, count in enumerate(counts) for _ in range(count)]
+    assert HostLayout.of(names, 0).sends_less_by_exchange() == expected

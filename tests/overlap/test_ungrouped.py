@@ -107,6 +107,28 @@ def check_results(
         assert len(result["kinds"]) == len(sizes) - (small - 1 if small > 1 else 0)
 
 
+def exchange(sizes: list[int], dtype: torch.dtype) -> tuple[bool, list[torch.Tensor]]:
+    """Return whether ranks of several hosts all-reduced, and the shards of the sums."""
+    outputs = [torch.empty(size, dtype=dtype) for size in sizes]
+    terms = [drawn(dist.get_rank(), size * dist.get_world_size(), dtype) for size in sizes]
+    all_reduce = mock.patch.object(
+        AllReduce, "__call__", autospec=True, side_effect=AllReduce.__call__
+    )
+    with mock.patch.object(collectives, "_LARGE_BYTES", 2000), all_reduce as calls:
+        finish(ReduceScatter(group(), CPU, exchanges=True)(outputs, terms))
+    return calls.called, outputs
+
+
+def test_ranks_of_several_hosts_exchange_terms_unless_sums_would_round_visibly(ranks):
+    calls = [(SIZES[2], dtype) for dtype in DTYPES]
+    for rank, found in enumerate(ranks(3)(for_each, exchange, calls)):
+        for (sizes, dtype), (has_reduced, parts) in zip(calls, found, strict=True):
+            assert has_reduced == (dtype.itemsize < 4)
+            for size, part in zip(sizes, parts, strict=True):
+                total = sum(drawn(peer, size * 3, dtype) for peer in range(3))
+                assert torch.equal(part, total.chunk(3)[rank])
+
+
 def test_released_memory_is_used_again():
     spare, like = BufferPool(), torch.empty(0)
     first = spare.get(4, like)

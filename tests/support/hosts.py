@@ -399,10 +399,11 @@ def _rank_main(
     try:
         __import__(module)
         result = getattr(sys.modules[module], qualname)(*args)
-    except Exception as error:  # noqa: BLE001 - the test judges it
+    except Exception as error:
         sender.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    else:
-        sender.send(result)
+        # The process ends like a script that fails, so it does not wait for its peers.
+        raise
+    sender.send(result)
     sender.close()
     # The exit handlers of the process run now, as after a script: a rank serves its peers until they have finished.
 

@@ -246,16 +246,21 @@ class GlooReduceScatter:
     It can only sum. Two ranks exchange their shards by an all-to-all, and each rank adds its own. More ranks
     all-reduce, because sums of exchanged shards would round otherwise than those of stock PyTorch. In bf16 and fp16
     the difference would be visible.
+
+    Args:
+        group: The process group.
+        device: The device of the tensors.
+        exchanges: Whether more ranks exchange wider types as well, because that sends less over links between hosts.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False
+    ) -> None:
         self._group = group
+        self._exchanges = exchanges
         self._world = group.size()
-        self._rank = group.rank()
         self._pool = BufferPool()
-        options = dist.AllreduceOptions()
-        options.asyncOp = True
-        self._all_reduce = GlooAllReduce(group, options)
+        self._all_reduce = AllReduce(group, device)
         self._exchange_options = dist.AllToAllOptions()
         self._exchange_options.asyncOp = True
 
@@ -265,7 +270,7 @@ class GlooReduceScatter:
         # Row r of each input has the terms of the shard of rank r.
         rows_by_input = [full.view(self._world, -1) for full in inputs]
         # Two terms have the same sum in either order.
-        if self._world == 2:
+        if self._world == 2 or (self._exchanges and inputs[0].dtype.itemsize >= 4):
             large, small = _partition_by_size(inputs)
             exchanges = [self._exchange(rows_by_input[i], [shards[i]], ()) for i in large]
             if small:
@@ -273,12 +278,8 @@ class GlooReduceScatter:
                     self._coalesce([shards[i] for i in small], [rows_by_input[i] for i in small])
                 )
             return exchanges
-        works = self._all_reduce(inputs)
-
-        def unpack() -> None:
-            _copy(shards, [rows[self._rank] for rows in rows_by_input])
-
-        return [WorkWithEpilogue(works, unpack)]
+        own_rows = [rows[self._group.rank()] for rows in rows_by_input]
+        return [WorkWithEpilogue(self._all_reduce(inputs), lambda: _copy(shards, own_rows))]
 
     def _coalesce(self, shards: list[Tensor], rows_by_input: list[Tensor]) -> Work:
         sizes = [len(shard) for shard in shards]
@@ -557,10 +558,16 @@ class ReduceScatter:
         group: The process group.
         device: The device of the tensors.
         average: Whether to average instead of sum, which not all backends can.
+        exchanges: See :class:`GlooReduceScatter`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        average: bool = False,
+        exchanges: bool = False,
     ) -> None:
         self._group = group
         self._device = device
@@ -573,7 +580,7 @@ class ReduceScatter:
         self._blocking_options.asyncOp = False
         self._ungrouped: GlooReduceScatter | None = None
         if not _has_grouped_launches(group, device):
-            self._ungrouped = GlooReduceScatter(group)
+            self._ungrouped = GlooReduceScatter(group, device, exchanges=exchanges)
 
     def run(self, output: Tensor, terms: Tensor) -> None:
         """Sum one tensor, and make the current stream wait for the result.
@@ -619,15 +626,21 @@ class Collectives:
         group: The process group.
         device: The device of the gradients.
         average: Whether to average instead of sum, which not all backends can.
+        exchanges: See :class:`GlooReduceScatter`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        average: bool = False,
+        exchanges: bool = False,
     ) -> None:
         self._group = group
         self._device = device
         self.all_reduce = AllReduce(group, device, average=average)
-        self.reduce_scatter = ReduceScatter(group, device, average=average)
+        self.reduce_scatter = ReduceScatter(group, device, average=average, exchanges=exchanges)
 
     def reduce_scatter_fp32(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]

@@ -97,6 +97,13 @@ class HostLayout:
         """True if there are several hosts, and several ranks on one of them."""
         return len(self.ranks) > 1 and max(map(len, self.ranks)) > 1
 
+    def sends_less_by_exchange(self) -> bool:
+        """Return whether an all-to-all of terms sends less over each link than the ring of an all-reduce."""
+        world = sum(map(len, self.ranks))
+        # In units of a tensor divided by the number of ranks. A single host has no link.
+        sent = max(len(ranks) * (world - len(ranks)) for ranks in self.ranks)
+        return 0 < sent < 2 * (world - 1)
+
 
 def find_host_layout(group: dist.ProcessGroup) -> HostLayout:
     """Return the hosts of a group's ranks; the first call is made by all ranks together."""
@@ -465,7 +472,9 @@ class HostCollectives(Collectives):
         reduces_by_host: bool,
         shards_by_host: bool,
     ) -> None:
-        super().__init__(group, device, average=average)
+        super().__init__(
+            group, device, average=average, exchanges=layout.sends_less_by_exchange()
+        )
 
         def find() -> HostGroups:
             return find_host_groups(group, device, layout)
@@ -598,7 +607,12 @@ def make_collectives(
 ) -> Collectives:
     """Return the collectives that reduce gradients; see :class:`HostCollectives`."""
     if layout is None or not (reduces_by_host or shards_by_host):
-        return Collectives(group, device, average=average)
+        return Collectives(
+            group,
+            device,
+            average=average,
+            exchanges=layout is not None and layout.sends_less_by_exchange(),
+        )
     return HostCollectives(
         group,
         device,
