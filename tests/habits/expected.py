@@ -45,7 +45,7 @@ EXPECTED: Final = (
     Expected(_NORMS, "a norm is summed over shards, in another order", allow=1e-4),
     Expected(
         ("adafactor",),
-        "divides the rounding errors of a norm by the root of a mean, which may be close to zero",
+        "a norm's rounding errors become larger, as the root of a mean may be close to zero",
         allow=1e-2,
         is_rare=True,
         together_with=_NORMS,

@@ -31,10 +31,15 @@ def test_cells_that_random_runs_found_are_as_in_stock_pytorch(ranks):
 
 
 def test_recomputed_blocks_with_state_are_as_in_stock_pytorch(ranks):
-    stateful = [name for name, loop in load_habits().items() if family_of(loop) == "stateful" and name != "recomputed"]
+    stateful = [
+        name
+        for name, loop in load_habits().items()
+        if family_of(loop) == "stateful" and name != "recomputed"
+    ]
     cells = [Cell((name, "recomputed"), seed=seed) for name in stateful for seed in (0, 1)]
     for cell, outcome in zip(cells, run_cells(ranks, cells), strict=True):
-        assert not (outcome.difference or outcome.error), f"{cell}: {outcome}"
+        assert outcome.difference == "", cell
+        assert outcome.error == "", cell
         assert outcome.counters["recomputations"], cell
 
 

@@ -114,8 +114,15 @@ FAULTS: Final = (
     Fault(
         "the inference of shapes counts in the state of blocks",
         _CUTTING + "cut_schedule.py",
-        "        finally:\n            state.restore()\n\n",
-        "        finally:\n            pass\n\n",
+        "            state.restore()\n            restore_random()\n",
+        "            restore_random()\n",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "the inference of shapes draws from the streams of Python and NumPy",
+        _CUTTING + "cut_schedule.py",
+        "            state.restore()\n            restore_random()\n",
+        "            state.restore()\n",
         (_CUTTING_TESTS,),
     ),
     Fault(

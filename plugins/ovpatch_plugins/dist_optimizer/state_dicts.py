@@ -211,8 +211,9 @@ class StateDictSource(LazySource):
         for name, value in state.items():
             # State of a sparse embedding is sparse. It is this rank's own, like a scalar.
             if isinstance(value, Tensor) and value.ndim and value.layout is torch.strided:
-                meta = TensorMeta(value.shape, (), value.dtype, _CPU)
-                lazy = lazy_tensor.make_lazy(meta, self, len(self._tensors))
+                lazy = lazy_tensor.make_lazy(
+                    TensorMeta(value.shape, (), value.dtype, _CPU), self, len(self._tensors)
+                )
                 shown[name] = lazy
                 self._tensors.append((state, name, weakref.ref(lazy)))
             elif _is_plain_scalar(value):

@@ -238,8 +238,8 @@ class _Stage(PipelineStage):
     - After an evaluation that comes first, the received tensors of stages have no gradient, so that the first step
       fails.
     - In torch 2.15 an evaluation of stages in a V fails, because they pass each other gradients that do not exist.
-    - The forward in which torch infers shapes before the first step counts in running statistics, in generators of the
-      model and in counters, and draws from the streams of Python and NumPy.
+    - The forward in which torch infers shapes before the first step counts in running statistics and counters. It
+      draws from generators of the model, and from the streams of Python and NumPy.
     - That forward also reads uninitialized memory, so that blocks fail that take indices from it.
 
     Attributes:
