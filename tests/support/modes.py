@@ -47,7 +47,7 @@ def filled() -> Iterator[None]:
 
 
 #: Levels of ``torch.func``, by the contexts that its transforms enter around the function that they call.
-#: The transforms themselves take functions, and would return what the tests record as the outputs of a derivative.
+#: The transforms themselves take functions, and would make outputs of a derivative of all records.
 LEVELS: dict[str, Callable[[], Any]] = {
     "grad level": grad_increment_nesting,
     "jvp level": jvp_increment_nesting,

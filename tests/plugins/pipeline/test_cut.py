@@ -216,7 +216,7 @@ def compare_cut(case: Cut) -> list[str]:
     model = case.make()
     full_model = copy.deepcopy(model)
     if case.patched:
-        # The full model stays stock, so the stages are chosen below.
+        # The full model is not patched, so the stages are chosen below.
         options = {"pipeline": {"schedule": case.patched}, "recompute": {"granularity": "none"}}
         ovpatch.apply("pipeline", "recompute", options=options)
         before = counters()
