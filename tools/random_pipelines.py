@@ -16,11 +16,24 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
 from tests.plugins.pipeline.order_sources import SOURCES
+from tests.plugins.recompute.test_repeated import PARTS, seed_streams
+from tests.plugins.recompute.test_repeated import WIDTH as PART_WIDTH
+from tools import random_cuts
 
 _LOOPS: Final = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
 # Torch cannot evaluate a model with these.
 _VEES: Final = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 _ORDERS: Final = ("as-given", "auto", *ORDERS)
+# The classes of the blocks that ``recompute`` runs again.
+_BLOCKS: Final = "Block,Variant,Repeated"
+# Torch infers shapes by a forward over uninitialized memory, which these keep.
+_UNFIT: Final = (
+    "tensor changed in place",
+    "tensor replaced",
+    "tensors of a container changed in place, and with a graph",
+    "tensors of containers changed in place",
+    "batch norm",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class RandomPipeline:
         options: Of the feature.
         rounds: How often the loop trains.
         habits: What the loop does in between.
+        granularity: Of feature ``recompute``; ``none`` if it is off.
     """
 
     seed: int
@@ -44,6 +58,7 @@ class RandomPipeline:
     options: dict[str, Any]
     rounds: int
     habits: frozenset[str]
+    granularity: str
 
     def __str__(self) -> str:
         case, habits = self.case, ", ".join(sorted(self.habits))
@@ -51,8 +66,31 @@ class RandomPipeline:
             f"seed {self.seed}: {case.schedule}, {self.world} ranks, {case.microbatches} "
             f"microbatches, {case.chunks} "
             f"stages a rank, {self.kind}, {case.dtype}, order {case.source}, {case.pieces} pieces, "
-            f"{self.rounds} rounds; {self.options}; {dict(case.options)}; {habits}"
+            f"{self.rounds} rounds; recompute {self.granularity}; {self.options}; {dict(case.options)}; {habits}"
         )
+
+
+class Repeated(nn.Module):
+    """A block with a part whose forward depends on state: a random stream, a counter, a cache, hooks."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = PARTS[part]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the part on rows of its width."""
+        rows: Tensor = self.part(x.reshape(-1, PART_WIDTH))
+        return x + rows.view_as(x)
+
+
+def make_program(seed: int) -> RandomPipeline | random_cuts.RandomCut:
+    """Return the program of a seed: a cut model or a pipeline."""
+    return random_cuts.make_cut(seed) if seed % 4 == 0 else make_pipeline(seed)
+
+
+def name_program(program: RandomPipeline | random_cuts.RandomCut) -> str:
+    """Return the name under which a program is counted."""
+    return "cut()" if isinstance(program, random_cuts.RandomCut) else program.case.schedule
 
 
 def make_pipeline(seed: int) -> RandomPipeline:
@@ -67,7 +105,9 @@ def make_pipeline(seed: int) -> RandomPipeline:
         microbatches = max(microbatches, 2 * world)
     elif name in _LOOPS[:2]:
         microbatches = world * draw.choice([1, 2, 3])
-    kind = draw.choice(["mixed", "mixed", "blocks", "raw", "autocast", *VARIANTS])
+    kind = draw.choice(
+        ["mixed", "mixed", "blocks", "raw", "autocast", *["repeated"] * 4, *VARIANTS]
+    )
     dtypes = [torch.float32, torch.float32, torch.float64, torch.bfloat16]
     case = Case(
         schedule=name,
@@ -80,7 +120,7 @@ def make_pipeline(seed: int) -> RandomPipeline:
         options=draw.choice([{}, {}, {"scale_grads": False}]),
         vee=name in _VEES,
         pieces=draw.choice([1, 1, 2]),
-        dtype=torch.float32 if kind == "autocast" else draw.choice(dtypes),
+        dtype=torch.float32 if kind in ("autocast", "repeated") else draw.choice(dtypes),
         source="built" if name in TORCH_ORDERS or draw.random() < 0.6 else draw.choice([*SOURCES]),
     )
     options: dict[str, Any] = {
@@ -95,19 +135,25 @@ def make_pipeline(seed: int) -> RandomPipeline:
         else ("clips", "loads")
     )
     habits = frozenset(habit for habit in possible if draw.random() < 0.25)
-    return RandomPipeline(seed, world, case, kind, options, draw.choice([2, 3, 6]), habits)
+    granularity = draw.choice(["none", "none", "full", "selective"])
+    return RandomPipeline(
+        seed, world, case, kind, options, draw.choice([2, 3, 6]), habits, granularity
+    )
 
 
 def _make_part(
     seed: int, kind: str, dropout: float, reentrant: bool | None, index: int
 ) -> nn.Module:
     draw = random.Random(f"{seed} {index}")
+    names = [name for name in PARTS if name not in _UNFIT]
 
     def make_one() -> nn.Module:
         return Variant(draw.choice(VARIANTS)) if draw.random() < 0.5 else Block(dropout, reentrant)
 
     if kind == "mixed":
         return Part(*[make_one() for _ in range(draw.randint(1, 3))])
+    if kind == "repeated":
+        return Part(*[Repeated(draw.choice(names)) for _ in range(draw.randint(1, 3))])
     if kind == "blocks":
         return Part(*[Block(dropout, reentrant) for _ in range(draw.randint(1, 3))])
     if kind == "autocast":
@@ -118,6 +164,7 @@ def _make_part(
 def _train(pipeline: RandomPipeline) -> list[Any]:
     """Return the records of the loop on this rank."""
     case, habits = pipeline.case, pipeline.habits
+    seed_streams()
     schedule, parts = make_schedule(case)
     params = [
         (f"{i}.{name}", param)
@@ -163,8 +210,12 @@ def _finite(value: Any) -> Any:
 
 
 def run_stock(seed: int) -> None:
-    """Run the pipeline of a seed on this rank, stock."""
-    _train(make_pipeline(seed))
+    """Run the program of a seed on this rank, stock."""
+    program = make_program(seed)
+    if isinstance(program, random_cuts.RandomCut):
+        random_cuts.run_stock(program)
+    else:
+        _train(program)
 
 
 def run_both(seed: int) -> tuple[list[str], int]:
@@ -173,11 +224,15 @@ def run_both(seed: int) -> tuple[list[str], int]:
     What differs in a second stock run as well does not count: torch infers shapes with memory that holds anything, of
     which the averages of batch norms take notice.
     """
-    pipeline = make_pipeline(seed)
+    pipeline = make_program(seed)
+    if isinstance(pipeline, random_cuts.RandomCut):
+        return random_cuts.run_both(pipeline)
     stock = _train(pipeline)
     if differences(_finite(stock), _finite(_train(pipeline))):
         return [], 1
-    with ovpatch.applied("pipeline", options={"pipeline": pipeline.options}):
+    recompute = {"granularity": pipeline.granularity, "blocks": _BLOCKS}
+    options = {"pipeline": pipeline.options, "recompute": recompute}
+    with ovpatch.applied("pipeline", "recompute", options=options):
         before = counters()["steps"]
         patched = _train(pipeline)
         return differences(_finite(stock), _finite(patched))[:4], counters()["steps"] - before

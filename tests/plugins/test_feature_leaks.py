@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +13,15 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
+from ovpatch_plugins.pipeline import cut
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.dist_optimizer.test_leaks import NOISE, compare, measure
+from tests.plugins.pipe_experts import models as experts
 from tests.plugins.pipeline import cases
+from tests.plugins.pipeline.models import ROWS, Block, Part
+from tests.plugins.pipeline.models import WIDTH as PIPELINE_WIDTH
+from tests.plugins.pipeline.plain_models import CONTEXT, Decoder, language_loss
+from tests.plugins.pipeline.test_failures import Armed, Bomb
 from tests.plugins.tp_linear.arms import mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
 
@@ -24,16 +32,79 @@ Loop = Callable[[], None]
 TIMES, SETTLED = 20, 10
 
 
-def train_pipelines(case: cases.Case) -> Callable[[], Loop]:
+def train_pipelines(case: cases.Case) -> Callable[[bool], Loop]:
     """Make stages, a schedule and an optimizer, and train a step."""
 
     def run() -> None:
         cases.train(case)
 
-    return lambda: run
+    return lambda _is_patched: run
 
 
-def parallel_models() -> Loop:
+def failed_pipelines(is_patched: bool) -> Loop:
+    """Make a pipeline whose second step fails on a rank, which stock PyTorch does not survive."""
+    case = cases.Case(part=lambda _index: Part(Bomb("B"), Block()), microbatches=3, steps=1)
+
+    def run() -> None:
+        _, text = Armed(case, victim=1 if is_patched else None, left=1).run()
+        assert is_patched == ("out of memory" in text), text
+
+    return run
+
+
+def evaluated_pipelines(_is_patched: bool) -> Loop:
+    """Make a pipeline, and evaluate it before and after a step."""
+    case = cases.Case(microbatches=3, steps=1)
+
+    def run() -> None:
+        schedule, parts = cases.make_schedule(case)
+        params = cases.list_params(parts)
+        optimizer = torch.optim.SGD([param for _, param in params], 0.1)
+        (stage,) = list_stages(schedule)
+        rows = torch.ones(case.microbatches * ROWS, 2, PIPELINE_WIDTH)
+        for number in range(2):
+            schedule.eval(*((rows,) if stage.is_first else ()), target=rows, losses=[])
+            cases.run_steps(case, schedule, params, optimizer, number)
+
+    return run
+
+
+def pipelines_of_new_groups(_is_patched: bool) -> Loop:
+    """Train a pipeline in a process group that is destroyed afterwards."""
+    case = cases.Case(microbatches=3, steps=1)
+
+    def run() -> None:
+        group = dist.new_group()
+        cases.train(case, group)
+        gc.collect()
+        dist.destroy_process_group(group)
+
+    return run
+
+
+def cut_models(_is_patched: bool) -> Loop:
+    """Cut a new model into stages, and train a step."""
+    ids = torch.zeros(6, CONTEXT, dtype=torch.long)
+
+    def run() -> None:
+        made = cut(Decoder(), dist.group.WORLD, (ids[:2],), n_microbatches=3, loss_fn=language_loss)
+        optimizer = torch.optim.SGD(made.parameters(), 0.1)
+        made.step(ids, target=ids)
+        optimizer.step()
+
+    return run
+
+
+def train_experts(_is_patched: bool) -> Loop:
+    """Make a layer of experts and train two steps."""
+
+    def run() -> None:
+        experts.train(experts.Case(steps=2))
+
+    return run
+
+
+def parallel_models(_is_patched: bool) -> Loop:
     """Parallelize a new model by ``parallelize_module``, and train a step."""
     devices = mesh()
 
@@ -48,7 +119,7 @@ def parallel_models() -> Loop:
     return run
 
 
-class Block(nn.Module):
+class Residual(nn.Module):
     """A block with two linears."""
 
     def __init__(self) -> None:
@@ -64,7 +135,7 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Residual() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -72,8 +143,21 @@ class Blocks(nn.Module):
         return x
 
 
-def recomputed_models() -> Loop:
-    """Copy a model, make optimizers for it, train, and fail in a backward."""
+def recomputed_models_after_apply(is_patched: bool) -> Loop:
+    """Revert and apply before each run of :func:`recomputed_models`."""
+    train = recomputed_models(is_patched)
+
+    def run() -> None:
+        if is_patched:
+            ovpatch.revert()
+            ovpatch.apply("recompute")
+        train()
+
+    return run
+
+
+def recomputed_models(_is_patched: bool) -> Loop:
+    """Copy a model, make optimizers for it, train, evaluate, and fail in a backward."""
     models = [Blocks()]
 
     def run() -> None:
@@ -82,7 +166,9 @@ def recomputed_models() -> Loop:
         models[0](torch.ones(2, 8)).sum().backward()
         for opt in opts:
             opt.step()
-        output = models[0](torch.ones(2, 8))
+        with torch.no_grad():
+            models[0].eval()(torch.ones(2, 8))
+        output = models[0].train()(torch.ones(2, 8))
         output.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             output.sum().backward()
@@ -90,7 +176,7 @@ def recomputed_models() -> Loop:
     return run
 
 
-LOOPS: dict[str, tuple[str, Callable[[], Loop]]] = {
+LOOPS: dict[str, tuple[str, Callable[[bool], Loop]]] = {
     "schedules": ("pipeline", train_pipelines(cases.Case(microbatches=3, steps=1))),
     "orders": (
         "pipeline",
@@ -98,8 +184,14 @@ LOOPS: dict[str, tuple[str, Callable[[], Loop]]] = {
             cases.Case(schedule="ScheduleInterleaved1F1B", chunks=2, microbatches=4, steps=1)
         ),
     ),
+    "failures": ("pipeline", failed_pipelines),
+    "evaluations": ("pipeline", evaluated_pipelines),
+    "groups": ("pipeline", pipelines_of_new_groups),
+    "cut models": ("pipeline", cut_models),
+    "experts": ("pipe_experts", train_experts),
     "models": ("tp_linear", parallel_models),
     "optimizers": ("recompute", recomputed_models),
+    "apply again": ("recompute", recomputed_models_after_apply),
 }
 
 
@@ -107,7 +199,7 @@ def grown(loop: str, is_patched: bool) -> tuple[int, dict[str, int], dict[str, i
     """Return the growth of a loop once it has settled, in bytes and in objects by class, and the feature's counters."""
     feature, make = LOOPS[loop]
     with ovpatch.applied(*[feature] if is_patched else ["ddp"]):
-        run, found = make(), []
+        run, found = make(is_patched), []
         for number in range(TIMES):
             run()
             dist.barrier()

@@ -47,7 +47,7 @@ def filled() -> Iterator[None]:
 
 
 #: Levels of ``torch.func``, by the contexts that its transforms enter around the function that they call.
-#: The transforms themselves take functions, and would make outputs of a derivative of all records.
+#: The transforms themselves take functions, but the tests need a context around a phase of a step.
 LEVELS: dict[str, Callable[[], Any]] = {
     "grad level": grad_increment_nesting,
     "jvp level": jvp_increment_nesting,

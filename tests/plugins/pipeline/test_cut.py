@@ -216,7 +216,7 @@ def compare_cut(case: Cut) -> list[str]:
     model = case.make()
     full_model = copy.deepcopy(model)
     if case.patched:
-        # The full model is not patched, so the stages are chosen below.
+        # Only the stages are recomputed, not the full model.
         options = {"pipeline": {"schedule": case.patched}, "recompute": {"granularity": "none"}}
         ovpatch.apply("pipeline", "recompute", options=options)
         before = counters()
