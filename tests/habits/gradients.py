@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.habits.loop import Choice, Loop, habit, loss_of
+from tests.habits.loop import Choice, Loop, habit, loss_of, mean_of
 
 
 def _scale_by_replacing(p):
@@ -316,8 +316,7 @@ class post_accumulate_hook(Loop):
             p.register_post_accumulate_grad_hook(self.__read)
 
     def __read(self, p):
-        # On three ranks, a sum would have the rounding errors of all elements.
-        self.__means.append(p.grad.double().sum().item() / max(p.numel(), 1))
+        self.__means.append(mean_of(p.grad))
 
     def end(self, step):
         super().end(step)

@@ -193,6 +193,11 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+def mean_of(tensor: torch.Tensor) -> float:
+    """Return the mean of all elements; on three ranks, their sum would have the rounding errors of all of them."""
+    return tensor.double().sum().item() / max(tensor.numel(), 1)
+
+
 def call_in_thread(function: Callable[[], Any]) -> Any:
     """Return the result of a call in another thread, which ends before this function returns.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.habits.loop import Choice, Loop, Net, habit, loss_of
+from tests.habits.loop import Choice, Loop, Net, habit, loss_of, mean_of
 
 _MAKERS = (
     lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
@@ -272,9 +272,7 @@ class reads_in_any_order(Loop):
         super().reduced(step)
         if step == self.__when:
             params = self.params[:: 1 if dist.get_rank() else -1]
-            grads = [p.grad.to_dense().double() for p in params if p.grad is not None]
-            # On three ranks, a sum would have the rounding errors of all elements.
-            self.see("read", [grad.sum().item() / max(grad.numel(), 1) for grad in grads])
+            self.see("read", [mean_of(p.grad.to_dense()) for p in params if p.grad is not None])
 
 
 @habit()

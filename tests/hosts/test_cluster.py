@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -60,32 +59,24 @@ def test_hosts_have_their_own_names_addresses_and_memory(cluster):
             use_link()
 
 
-def queues(cluster, host: int) -> list[Any]:
-    """Return the queues at both ends of a host's link, with their counters, from tc."""
-    ends = ((cluster._switch, f"port{host}"), (cluster._pids[host], "eth0"))
-    command = "nsenter -t {} --net tc -s -j qdisc show dev {}"
-    shown = [subprocess.check_output(command.format(*end).split()) for end in ends]
-    return [queue for text in shown for queue in json.loads(text)]
-
-
 def test_queues_hold_each_link_to_its_rate_in_both_directions(cluster):
     # In bytes per second.
     rates = {"1gbit": 125_000_000, "20mbit": 2_500_000, "300kbit": 37_500}
     for rate, expected in rates.items():
         cluster.limit(1, rate)
-        assert [(queue["kind"], queue["options"]["rate"]) for queue in queues(cluster, 1)] == [
+        assert [(queue["kind"], queue["options"]["rate"]) for queue in cluster.queues(1)] == [
             ("tbf", expected)
         ] * 2
-    assert [queue["options"]["rate"] for queue in queues(cluster, 0)] == [rates["1gbit"]] * 2
+    assert [queue["options"]["rate"] for queue in cluster.queues(0)] == [rates["1gbit"]] * 2
     cluster.limit(1, "1gbit")
 
 
 def test_all_bytes_of_a_slow_link_wait_in_its_queues(cluster):
     cluster.limit(1, "20mbit")
-    before = queues(cluster, 1)
+    before = cluster.queues(1)
     with cluster.ranks(1, exchange, 300_000) as job:
         assert job.results() == [("host0", 1.0, "0"), ("host1", 1.0, "0")]
-    for then, now in zip(before, queues(cluster, 1), strict=True):
+    for then, now in zip(before, cluster.queues(1), strict=True):
         assert now["bytes"] - then["bytes"] >= 1_200_000
         # More came than the rate allows, so the queue held packets back.
         assert now["overlimits"] > then["overlimits"]
@@ -322,7 +313,11 @@ def fail_on_one_rank(features: tuple[str, ...], bad: int) -> int:
 
 @pytest.mark.parametrize(
     "features",
-    [pytest.param((), marks=RARELY), pytest.param(("ddp",), marks=RARELY), ("ddp", "dist_optimizer")],
+    [
+        pytest.param((), marks=RARELY),
+        pytest.param(("ddp",), marks=RARELY),
+        ("ddp", "dist_optimizer"),
+    ],
     ids=str,
 )
 def test_an_exception_on_one_rank_ends_the_programs_of_all_hosts(cluster, features):

@@ -133,7 +133,7 @@ def test_a_node_that_does_not_come_is_named_and_nothing_runs(start):
 @pytest.mark.parametrize("tool", ["verify", "bench"])
 def test_a_node_with_another_version_is_named_on_all_nodes_and_nothing_runs(start, tool):
     leader, follower = start(tool, {"OLD": "host1"})
-    named = "node 1 (host1) differs from node 0 (host0) in version: \"0.0.1\" there, "
+    named = 'node 1 (host1) differs from node 0 (host0) in version: "0.0.1" there, '
     for code, out, err in (leader, follower):
         assert (code, out) == (3, ""), (leader, follower)
         assert named in err

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -154,6 +155,13 @@ class Cluster:
         pid = self._pid(host)
         self._in_switch(f"tc qdisc replace dev port{host} {queue}")
         _run(["nsenter", "-t", str(pid), "--net", *f"tc qdisc replace dev eth0 {queue}".split()])
+
+    def queues(self, host: int) -> list[Any]:
+        """Return the queues at both ends of a host's link as ``tc`` describes them, with their counters."""
+        ends = ((self._switch, f"port{host}"), (self._pid(host), "eth0"))
+        command = "nsenter -t {} --net tc -s -j qdisc show dev {}"
+        shown = [subprocess.check_output(command.format(*end).split()) for end in ends]
+        return [queue for text in shown for queue in json.loads(text)]
 
     def set_link(self, host: int, *, up: bool) -> None:
         """Take a host's link down, or up again; connections only stall."""

@@ -18,7 +18,9 @@ FAULTS: Final = (
         _PIPELINE + "pipeline_attach.py",
         "        if options[name] != defaults[name]",
         "        if options[name] is defaults",
-        ("tests/test_unusable_options.py::test_an_option_that_does_not_fit_a_schedule_is_a_remark",),
+        (
+            "tests/test_unusable_options.py::test_an_option_that_does_not_fit_a_schedule_is_a_remark",
+        ),
     ),
     Fault(
         "a plain chain of traced stages is left to torch",

@@ -472,9 +472,7 @@ class HostCollectives(Collectives):
         reduces_by_host: bool,
         shards_by_host: bool,
     ) -> None:
-        super().__init__(
-            group, device, average=average, exchanges=layout.sends_less_by_exchange()
-        )
+        super().__init__(group, device, average=average, exchanges=layout.sends_less_by_exchange())
 
         def find() -> HostGroups:
             return find_host_groups(group, device, layout)
@@ -606,13 +604,8 @@ def make_collectives(
     shards_by_host: bool,
 ) -> Collectives:
     """Return the collectives that reduce gradients; see :class:`HostCollectives`."""
-    if layout is None or not (reduces_by_host or shards_by_host):
-        return Collectives(
-            group,
-            device,
-            average=average,
-            exchanges=layout is not None and layout.sends_less_by_exchange(),
-        )
+    if layout is None:
+        return Collectives(group, device, average=average)
     return HostCollectives(
         group,
         device,

@@ -393,11 +393,7 @@ def _digest(tensor: Tensor) -> Any:
     with outside_modes():
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
-        if tensor.numel() <= 2 and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Attention without dropout saves a seed and an offset in uninitialized memory.
-            return None
-        if tensor.dtype is torch.uint8 and tensor.dim() == 1:
-            # Recurrent layers save a workspace, which has gaps of uninitialized memory.
+        if _may_be_uninitialized(tensor):
             return None
         if not _is_exact(tensor):
             return (
@@ -408,6 +404,17 @@ def _digest(tensor: Tensor) -> Any:
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         count = dense.numel() * dense.element_size()
         return zlib.crc32((ctypes.c_ubyte * count).from_address(dense.data_ptr())) if count else 0
+
+
+def _may_be_uninitialized(tensor: Tensor) -> bool:
+    """Return whether a tensor may hold memory that its operator has not written.
+
+    Attention without dropout saves a seed and an offset like that, and recurrent layers a workspace with gaps.
+    """
+    is_integral = not (tensor.is_floating_point() or tensor.is_complex())
+    return (tensor.numel() <= 2 and is_integral) or (
+        tensor.dtype is torch.uint8 and tensor.dim() == 1
+    )
 
 
 def _is_exact(tensor: Tensor) -> bool:

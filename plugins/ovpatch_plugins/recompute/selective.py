@@ -120,9 +120,10 @@ class _Kept:
 
     def add_view(self, source: Tensor, view: Tensor) -> None:
         """Add the version of a view to the last kept output, if it is a view of that output."""
-        # Subclasses may have no memory.
+        # Subclasses may have no memory, and all empty tensors have the address 0.
         if type(source) is Tensor and any(
-            type(leaf) is Tensor and leaf.data_ptr() == source.data_ptr() for leaf, _ in self._last
+            type(leaf) is Tensor and 0 != leaf.data_ptr() == source.data_ptr()
+            for leaf, _ in self._last
         ):
             self._last.append((_detach(view), view._version))
 

@@ -356,6 +356,32 @@ def test_a_kept_output_that_was_changed_is_an_error(
     assert text.endswith("use granularity=full.")
 
 
+class _ChangesOther(Block):
+    """A block that changes the output of a linear in place, after a linear with a bias."""
+
+    def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
+        h = self.down(self.up(x))
+        h.mul_(0.5)
+        return x + h.cos()
+
+
+def _change_without_rows() -> torch.Size:
+    """Return the shape of the gradient of an empty batch, of which only outputs of addmm are kept."""
+    model = Decoder(_ChangesOther, layers=2)
+    empty = data(0)[:0].requires_grad_()
+    with ovpatch.applied("recompute"):
+        recompute(model, "selective", keep="aten.addmm")
+        model(empty).sum().backward()
+        recompute(model, "none")
+    assert empty.grad is not None
+    return empty.grad.shape
+
+
+def test_an_empty_output_is_no_view_of_another_one(ranks: Any) -> None:
+    (shape,) = ranks(1)(_change_without_rows)
+    assert shape == data(0)[:0].shape
+
+
 class _WritesThroughView(Block):
     """A block that changes a tensor in place, through a view and directly."""
 
