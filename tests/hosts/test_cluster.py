@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -179,7 +180,11 @@ def model() -> nn.Sequential:
 
 
 def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
-    """Return the bytes that this host sends in the last step, the sharded gradients and sums of parameters."""
+    """Return the bytes that this host sends in a late step, the sharded gradients and sums of parameters.
+
+    A busy machine may let TCP send packets twice, which the counter of the link counts. So the least of the later half
+    of the steps is what the program sends.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     return train_in_group(features, options, steps)
 
@@ -212,7 +217,7 @@ def train_in_group(
         from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
         return [
-            sent[-1] - sent[-2],
+            min(after - before for before, after in itertools.pairwise(sent[steps // 2 :])),
             COUNTERS.grads_sharded,
             *[param.sum().item() for param in wrapped.parameters()],
         ]
