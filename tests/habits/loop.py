@@ -220,6 +220,7 @@ class Loop:
             0 for the run that is compared.
         is_optimizer_first: Whether the optimizer is created before the model is wrapped.
         compiles: Whether the loop compiles code, so that each run needs a fresh compiler.
+        has_mesh: Whether the model has DTensors, or the wrapper a mesh.
         switches: Whether the loop turns features on and off itself, or sets their options.
         needs_own_group: Whether ranks stop sharding in the process group, so that a cell needs one for itself.
         net: The model.
@@ -232,6 +233,7 @@ class Loop:
     without: frozenset[str] = frozenset()
     is_optimizer_first = False
     compiles = False
+    has_mesh = False
     switches = False
     needs_own_group = False
 

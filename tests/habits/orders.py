@@ -69,8 +69,9 @@ class _SecondOptimizer(_Second):
 
 
 # Votes of two process groups do not see each other, and a peer in a collective of the script, as in
-# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits".
-@habit(without=("process_group", "zero_redundancy"))
+# the step of ZeroRedundancyOptimizer, cannot vote: dist_optimizer's page, "Limits". Nor can one whose optimizer has
+# refused sparse gradients.
+@habit(without=("process_group", "zero_redundancy", "sparse_embedding"))
 class steps_in_any_order(_SecondOptimizer):
     """Ranks step two optimizers in different orders."""
 

@@ -229,8 +229,9 @@ class load_another_kinds_state(Loop):
 
 # A thread that does not step gets a copy: dist_optimizer-reference.md, "Limits". In stock PyTorch, the optimizer of a
 # copied model shares the tensors of the dict that it loads, so its steps change the dict that is kept.
-# A step after state was removed is an error: "State and checkpoints" in the same list.
-@habit(without=("step_in_a_thread", "continue_with_a_copy", "clear_state", "forget_state"))
+# A step after state was removed is an error, and a dict that is kept over a load is a copy: "State and checkpoints" in
+# the same list.
+@habit(without=("step_in_a_thread", "continue_with_a_copy", "clear_state", "forget_state", "load"))
 class unread_state_dict(Loop):
     """A ``state_dict`` is kept for some steps before the optimizer loads it."""
 

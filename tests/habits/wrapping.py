@@ -73,6 +73,8 @@ class process_group(Loop):
 class over_a_mesh(Loop):
     """Linears are DTensors over one rank, and the wrapper has a mesh, so that only it holds parameters."""
 
+    has_mesh = True
+
     def build(self):
         self.__mesh = init_device_mesh(
             "cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")

@@ -55,8 +55,8 @@ FAULTS: Final = (
     Fault(
         "each optimizer looks for its model again",
         _RECOMPUTE + "recompute_attach.py",
-        "and _SEEN not in attached_values(param)}",
-        "}",
+        " - seen\n",
+        "\n",
         (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
     ),
     Fault(

@@ -209,8 +209,13 @@ class StateDictSource(LazySource):
     def _show(self, state: dict[Any, Any]) -> dict[Any, Any]:
         shown = dict(state)
         for name, value in state.items():
-            # State of a sparse embedding is sparse. It is this rank's own, like a scalar.
-            if isinstance(value, Tensor) and value.ndim and value.layout is torch.strided:
+            # State of a sparse embedding is sparse, and that of a DTensor is a DTensor. They are this
+            # rank's own, like a scalar.
+            if (
+                type(value) in (Tensor, LazyTensor)
+                and value.ndim
+                and value.layout is torch.strided
+            ):
                 lazy = lazy_tensor.make_lazy(
                     TensorMeta(value.shape, (), value.dtype, _CPU), self, len(self._tensors)
                 )
@@ -236,8 +241,9 @@ class StateDictSource(LazySource):
                 if shown.get(name) is not value:
                     continue
                 current = state.get(name, value)
-                # The optimizer updates a tensor of one element in place.
-                kept = current.clone() if isinstance(current, Tensor) else current
+                # The optimizer updates a tensor of one element in place. Other classes of tensors,
+                # such as DTensor, cannot compute here, outside of modes; they follow the state.
+                kept = current.clone() if type(current) is Tensor else current
                 if (
                     _is_plain_scalar(value)
                     and isinstance(kept, Tensor)

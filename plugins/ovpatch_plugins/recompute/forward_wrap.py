@@ -95,39 +95,85 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
         if mark is None or mark[2] != owner or not torch.is_grad_enabled():
             return stock(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return _run_compiled(stock, self, mark, args, kwargs)
-        if is_inside_block() or not _may_save():
-            return stock(self, *args, **kwargs)
-        if _is_checkpointed():
-            COUNTERS.stock_calls += 1
-            return stock(self, *args, **kwargs)
-        # A script may add hooks at any time, so each call looks for them.
-        modules = list(self.modules())
-        if hooked := _find_hook(self, modules):
-            COUNTERS.stock_calls += 1
-            note(hooked)
-            return stock(self, *args, **kwargs)
-        name, contexts = self.__dict__[BLOCK_NAME], make_contexts(mark[0], mark[1])
-        call = Recomputation(self, name, modules, stock, args, kwargs, contexts)
-        return call.run(args, kwargs)
+            return run_compiled(stock, self, mark, args, kwargs)
+        return _run_eager(stock, self, mark, args, kwargs)
 
     forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours
     return forward
 
 
-def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
-    """Let the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
+def _run_eager(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
+    """Compute a marked block, and keep no activations unless something needs its forward to run once."""
+    if is_inside_block() or not _may_save():
+        return stock(block, *args, **kwargs)
+    if _is_checkpointed():
+        COUNTERS.stock_calls += 1
+        return stock(block, *args, **kwargs)
+    # A script may add hooks at any time, so each call looks for them.
+    modules = list(block.modules())
+    if hooked := _find_hook(block, modules):
+        COUNTERS.stock_calls += 1
+        note(hooked)
+        return stock(block, *args, **kwargs)
+    name, contexts = block.__dict__[BLOCK_NAME], make_contexts(mark[0], mark[1])
+    call = Recomputation(block, name, modules, stock, args, kwargs, contexts)
+    return call.run(args, kwargs)
+
+
+def run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
+    """Let the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph.
+
+    The compiler cannot trace a checkpoint whose forward changes the state of modules, such as a counter. It
+    breaks the graph and calls this function as it is. So does :func:`_call_traced`.
+    """
+    if not torch.compiler.is_compiling():
+        return _run_eager(stock, block, mark, args, kwargs)
     # transformers checkpoints the block itself, around this forward.
     if getattr(block, "gradient_checkpointing", False) and block.training:
         return stock(block, *args, **kwargs)
-    _count_compiled()
     # Full recomputation needs no contexts.
     more: dict[str, Any] = {}
     if mark[0] != FULL:
         more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
     # Not stock.__get__(block), which the compiler of torch 2.11 does not trace.
-    bound = functools.partial(stock, block)
-    return checkpoint(bound, *args, use_reentrant=False, **more, **kwargs)
+    bound = functools.partial(_call_traced, stock, block)
+    output = checkpoint(bound, *args, use_reentrant=False, **more, **kwargs)
+    # A graph that breaks at the checkpoint does not come here.
+    _count_compiled()
+    return output
+
+
+def _call_traced(stock: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a block inside of a traced checkpoint, and break the graph if it changes tensors in place.
+
+    A compiled recomputation would read the tensors as the forward has left them, and change them again.
+    """
+    output = stock(block, *args, **kwargs)
+    if _changes_inputs():
+        torch._dynamo.graph_break()
+    return output
+
+
+# Buffers that a norm changes in place and does not read while it trains.
+_AVERAGES: Final = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not typed in torch
+def _changes_inputs() -> bool:
+    """Return whether the graph that is being traced changes one of its inputs in place."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    inputs = [
+        node
+        for node in tracer.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["example_value"], torch.Tensor)
+    ]
+    return any(
+        node.meta["example_value"]._version != version
+        and not node.name.rstrip("_").endswith(_AVERAGES)
+        for node, version in zip(inputs, tracer._input_versions_at_beginning, strict=True)
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not typed in torch

@@ -22,7 +22,13 @@ from ovpatch.overlap.module_blocks import (
     is_checkpoint_wrapper,
     list_class_names,
 )
-from ovpatch_plugins.recompute.forward_wrap import BLOCK_MARK, BLOCK_NAME, Mark, WrappedForward
+from ovpatch_plugins.recompute.forward_wrap import (
+    BLOCK_MARK,
+    BLOCK_NAME,
+    Mark,
+    WrappedForward,
+    run_compiled,
+)
 from ovpatch_plugins.recompute.recomputation import (
     CHECKS,
     launch_inside,
@@ -53,7 +59,7 @@ def wrap_optimizer_init(
     @functools.wraps(original)
     def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _hide_hook()
+        _hide_from_dynamo()
         attach_models(self, options)
 
     return __init__
@@ -82,9 +88,10 @@ def attach_living_models(options: Mapping[str, Any]) -> None:
 # A script may make an optimizer for each parameter, so no optimizer may search all objects for its model. Torch calls a
 # hook for each module that gets a child, and copied or loaded modules pass through ``__setstate__``. The outermost of
 # these parents that have parameters of an optimizer are its models. The parameters of a model are searched once, for
-# the first of its optimizers.
+# the first of its optimizers. The model remembers them by id: a weak reference would make torch.utils.swap_tensors
+# refuse the parameter.
 
-# The keys of modules that have children, and of parameters whose model was found.
+# The keys of modules that have children, and of the parameters that a model had when it was found.
 _PARENT: Final = "recompute: parent"
 _SEEN: Final = "recompute: seen"
 _hook_handles: list[RemovableHandle] = []
@@ -103,9 +110,9 @@ def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) ->
 
 
 @functools.cache
-def _hide_hook() -> None:
-    """Hide the hook from Dynamo where Dynamo does not trace the caller; torch's optimizers have imported Dynamo."""
-    hide_frames(_note_registered)
+def _hide_from_dynamo() -> None:
+    """Hide functions from Dynamo where Dynamo does not trace the caller; torch's optimizers have imported Dynamo."""
+    hide_frames(_note_registered, run_compiled)
 
 
 def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
@@ -125,15 +132,16 @@ def attach_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     if options["granularity"] == NONE:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Torch registers only Parameters with modules.
-    wanted = {
+    seen = {
         id(param)
-        for param in params
-        if isinstance(param, nn.Parameter) and _SEEN not in attached_values(param)
+        for model, ids in find_owners(_SEEN)
+        for param in model.parameters()
+        if id(param) in ids
     }
+    # Torch registers only Parameters with modules.
+    wanted = {id(param) for param in params if isinstance(param, nn.Parameter)} - seen
     for model in _find_models(wanted) if wanted else ():
-        for param in model.parameters():
-            attached_values(param)[_SEEN] = True
+        attached_values(model)[_SEEN] = frozenset(map(id, model.parameters()))
         patterns = split_names(options["blocks"])
         found = find_blocks(model, patterns)
         if found:
@@ -206,6 +214,7 @@ def attach_blocks(
     model: nn.Module, blocks: Sequence[Block], granularity: str, keep: Sequence[str]
 ) -> list[str]:
     """Recompute blocks from their next forward on; return the names of the blocks that can be recomputed."""
+    _hide_from_dynamo()
     attached = []
     for block in blocks:
         reason = find_fallback_reason(block.module)
