@@ -51,6 +51,13 @@ EXPECTED: Final = (
         together_with=_NORMS,
     ),
     Expected(
+        ("adafactor",),
+        "the kernel of a mean adds a gradient of another layout in another order",
+        allow=1e-6,
+        is_rare=True,
+        together_with=("gradient_of_another_layout",),
+    ),
+    Expected(
         ("expanded_gradient",),
         "kernels for contiguous gradients round differently",
         allow=1e-6,

@@ -18,8 +18,9 @@ class _Stateful(Loop):
     """Seeds the streams of the process, and records at the end which numbers follow and what the blocks have kept."""
 
     def made(self) -> None:
-        super().made()
+        # Other habits may train here.
         seed_streams()
+        super().made()
 
     def last(self) -> None:
         super().last()
@@ -83,7 +84,7 @@ _parts(
 )
 
 
-@habit()
+@habit(without=("static_graph", "static_graph_later"))
 class layer_drop(_Stateful, find_unused):
     """A block is skipped at random, on all ranks together."""
 
@@ -91,7 +92,8 @@ class layer_drop(_Stateful, find_unused):
         return [*super().layers(), nn.Sequential(nn.SiLU(), PARTS["layer drop"]())]
 
 
-# These habits show what Dynamo compiles and how many operations run, which recomputation changes.
+# These habits show what Dynamo compiles and how many operations run, which recomputation changes. A hook that steps may
+# change a parameter before its block is recomputed, which is an error.
 @habit(
     without=(
         "compile_the_model",
@@ -99,6 +101,7 @@ class layer_drop(_Stateful, find_unused):
         "compile_blocks",
         "compile_a_slice",
         "flop_counter",
+        "step_in_hooks",
     )
 )
 class recomputed(Loop):

@@ -41,7 +41,7 @@ FAULTS: Final = (
     Fault(
         "a recomputation calls the hooks inside of its block again",
         _RECOMPUTE + "forward_wrap.py",
-        "if hooked := _find_hook(self, modules):",
+        "if hooked := _find_hook(block, modules):",
         'if hooked := "":',
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
     ),
