@@ -57,6 +57,10 @@ GRACE: Final = 3.0
 #: Seconds until a rank that still cleans up counts as hanging.
 _CLEAN_UP_S: Final = 60.0
 
+# The number of groups that may live after a case. Caches of torch keep the meshes of DTensors, and each group of gloo
+# has a thread that wakes up 100 times a second. Hundreds of them took a fifth of the processors.
+_MAX_GROUPS_LEFT: Final = 8
+
 
 class Pool:
     """The workers of one pytest session. ``pool(world)`` is the callable that runs a function on ``world`` ranks."""
@@ -185,8 +189,10 @@ class Pool:
 
     def _ready(self, world: int, *, same_history: bool) -> list[_Worker]:
         """Return workers. Symmetric memory needs ``same_history``: workers that have run the same cases so far."""
-        if any(not worker.process.is_alive() for worker in self._workers) or (
-            same_history and len(self._workers) != world
+        if (
+            any(not worker.process.is_alive() for worker in self._workers)
+            or (same_history and len(self._workers) != world)
+            or any(worker.count_groups() > _MAX_GROUPS_LEFT for worker in self._workers)
         ):
             self._discard()
         self._folder.mkdir(exist_ok=True)
@@ -241,6 +247,15 @@ class _Worker:
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
+
+    def count_groups(self) -> int:
+        """Return the number of gloo's groups that live after the last case; 0 on systems without ``/proc``."""
+        count = 0
+        for name in Path(f"/proc/{self.pid}/task").glob("*/comm"):
+            # A thread may end meanwhile.
+            with contextlib.suppress(OSError):
+                count += name.read_text(encoding="utf-8").startswith("gloo_tcp_loop")
+        return count
 
     def begin(self, case: Case) -> None:
         self.fate = Fate(case.rank)

@@ -214,6 +214,22 @@ def _draw_and_disturb():
     return state
 
 
+_KEPT: list[dist.ProcessGroup] = []
+
+
+def _keep_groups(count: int) -> int:
+    _KEPT.extend(dist.new_group([0]) for _ in range(count))
+    return os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_that_keep_many_groups_are_replaced(failing):
+    (first,) = failing(1)(_keep_groups, 3)
+    (second,) = failing(1)(_keep_groups, 9)
+    (third,) = failing(1)(_keep_groups, 0)
+    assert first == second != third
+
+
 def test_every_case_starts_fresh(ranks):
     first, second = ranks(2)(_draw_and_disturb), ranks(2)(_draw_and_disturb)
     assert first == second

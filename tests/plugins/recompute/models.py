@@ -17,7 +17,7 @@ class Block(nn.Module):
     """A block of attention and two linears; ``kind`` names its additional behavior.
 
     Attributes:
-        runs: Forwards so far.
+        runs: Forwards so far. A compiler breaks its graph at the counter, unless the kind is "uncounted".
     """
 
     def __init__(self, kind: str = "", dropout: float = 0.0) -> None:
@@ -40,7 +40,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], *, mask: Tensor | None = None
     ) -> Any:
-        self.runs += 1
+        if self.kind != "uncounted":
+            self.runs += 1
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 2, -1).transpose(1, 2).chunk(3, -1)
         q, k = ((part * rotary[0] + part.flip(-1) * rotary[1]).to(v.dtype) for part in (q, k))
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)

@@ -200,6 +200,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: Part(_recur, calls=0, recurrent=nn.LSTM(WIDTH, WIDTH)),
     "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)),
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
 

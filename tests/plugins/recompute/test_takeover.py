@@ -189,15 +189,18 @@ def _train(model: nn.Module, forward: Any) -> list[Any]:
     return found
 
 
+_Uncounted = functools.partial(Block, "uncounted")
+
+
 def _compiled_model() -> list[Any]:
     torch.manual_seed(0)
-    model = Decoder(layers=2)
+    model = Decoder(_Uncounted, layers=2)
     return _train(model, torch.compile(lambda model, x: model(x), backend="aot_eager"))
 
 
 def _compiled_blocks() -> list[Any]:
     torch.manual_seed(0)
-    model = Decoder(layers=2)
+    model = Decoder(_Uncounted, layers=2)
     for layer in model.layers:
         layer.compile(backend="aot_eager")
     return _train(model, lambda model, x: model(x))
@@ -205,7 +208,7 @@ def _compiled_blocks() -> list[Any]:
 
 def _wrapped_blocks() -> list[Any]:
     torch.manual_seed(0)
-    model = Decoder(layers=2)
+    model = Decoder(_Uncounted, layers=2)
     for index, layer in enumerate(model.layers):
         model.layers[index] = torch.compile(layer, backend="aot_eager")
     return _train(model, lambda model, x: model(x))
