@@ -252,7 +252,7 @@ class _Worker:
         """Return the number of gloo's groups that live after the last case; 0 on systems without ``/proc``."""
         count = 0
         for name in Path(f"/proc/{self.pid}/task").glob("*/comm"):
-            # A thread may end meanwhile.
+            # A thread may end concurrently.
             with contextlib.suppress(OSError):
                 count += name.read_text(encoding="utf-8").startswith("gloo_tcp_loop")
         return count
