@@ -174,6 +174,29 @@ def test_options_choose_blocks(ranks: Any) -> None:
     assert found["replaced forward"] == (["layers.1", "layers.2"], 2)
 
 
+def _swap() -> list[Any]:
+    torch.manual_seed(0)
+    model = Decoder()
+    optimizer = _sgd(model)
+    param = model.layers[0].up.weight
+    # torch refuses a tensor that something references weakly.
+    torch.utils.swap_tensors(param, nn.Parameter(param.detach() * 0.9))
+    model(data(0)).sum().backward()
+    optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _swap_in_both() -> tuple[int, int]:
+    stock, before = _swap(), COUNTERS.calls
+    with ovpatch.applied("recompute"):
+        patched = _swap()
+    return count_differences(stock, patched), COUNTERS.calls - before
+
+
+def test_parameters_may_be_swapped(ranks: Any) -> None:
+    assert ranks(1)(_swap_in_both) == [(0, 3)]
+
+
 # --- compilers and other ways of calling a model ---
 
 
