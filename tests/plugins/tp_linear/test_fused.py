@@ -114,7 +114,7 @@ CASES: list[dict[str, Any]] = [
 
 def on_this_rank() -> tuple[list[str], list[dict[str, Any]], list[str]]:
     # The delayed operators run last, because they change the way in which buffers grow.
-    return operators(99 if ALL_CASES else 2), blocks(), delayed(9)
+    return operators(99 if ALL_CASES else 1), blocks(), delayed(9)
 
 
 @pytest.fixture(scope="module")
