@@ -123,8 +123,9 @@ def _run_eager(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwa
 def run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
     """Let the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph.
 
-    The compiler cannot trace a checkpoint whose forward changes the state of modules, such as a counter. It
-    breaks the graph and calls this function as it is. So does :func:`_call_traced`.
+    The compiler cannot trace a checkpoint whose forward changes attributes of modules, such as a counter. It
+    breaks the graph and runs this function as it is. :func:`_call_traced` breaks the graph for tensors that
+    the forward changes in place.
     """
     if not torch.compiler.is_compiling():
         return _run_eager(stock, block, mark, args, kwargs)
