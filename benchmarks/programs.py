@@ -143,6 +143,10 @@ _FULL: Final = {
         "--size=3.2b --weights=bfloat16",
         steps=6, packages=_TRAINER, is_compiled=True, has_fsdp2=True, max_together=1,
     ),
+    "trainer-llama-3.2b-b2": replace(
+        _LLAMA_B4, title="HF Trainer, Llama 3.2B, batch 2",
+        arguments="--size=3.2b --batch=2 --length=1024 --accumulate=1", max_together=1,
+    ),
     "lightning-124m": Row("Lightning, GPT 124M", "lightning_gpt.py", "--size=124m", packages=_LIGHTNING),
 }  # fmt: skip
 _TINY: Final = {

@@ -12,9 +12,12 @@ free the context of a backward that torch's reducer has reduced, and then both w
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections import deque
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -22,6 +25,10 @@ from torch.distributed import distributed_c10d
 
 #: Variable of a case's environment: the number of threads of a gloo group that torch makes.
 THREADS: Final = "TESTS_GLOO_THREADS"
+
+# The number of groups that may live after a case. Each has a thread that wakes up 100 times a second: hundreds of them
+# took a fifth of the processors.
+MAX_GROUPS_LEFT: Final = 8
 
 # The last destroyed groups. The threads of the oldest group are idle when the queue drops it.
 _DESTROYED: Final[deque[dist.ProcessGroup]] = deque(maxlen=4)
@@ -73,3 +80,26 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group that torch's DistributedDataParallel has used, but keep the object until its threads are idle."""
     _DESTROYED.append(group)
     dist.destroy_process_group(group)
+
+
+def count_groups(pid: int) -> int:
+    """Return the number of groups of a process that live; 0 on systems without ``/proc``."""
+    count = 0
+    for name in Path(f"/proc/{pid}/task").glob("*/comm"):
+        # A thread may end concurrently.
+        with contextlib.suppress(OSError):
+            count += name.read_text(encoding="utf-8").startswith("gloo_tcp_loop")
+    return count
+
+
+def drop_cached_meshes() -> None:
+    """Empty the caches of DTensor, which keep meshes, and so their groups, after these were destroyed."""
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribute is None:
+        return
+    from torch.distributed.tensor import _collective_utils, debug
+
+    debug._clear_sharding_prop_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    redistribute._planner_cache.clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

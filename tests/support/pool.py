@@ -39,6 +39,7 @@ from tests.support import patience, sharing, stacks, wire
 from tests.support import worker as worker_module
 from tests.support.environment import clean, exactly, resolve_quickly
 from tests.support.failures import Fate, RankFailure, tail
+from tests.support.gloo import MAX_GROUPS_LEFT, count_groups
 from tests.support.worker import Case, FunctionName, Outcome, main
 
 PRELOAD: Final = (
@@ -56,10 +57,6 @@ GRACE: Final = 3.0
 
 #: Seconds until a rank that still cleans up counts as hanging.
 _CLEAN_UP_S: Final = 60.0
-
-# The number of groups that may live after a case. Caches of torch keep the meshes of DTensors, and each group of gloo
-# has a thread that wakes up 100 times a second. Hundreds of them took a fifth of the processors.
-_MAX_GROUPS_LEFT: Final = 8
 
 
 class Pool:
@@ -192,7 +189,7 @@ class Pool:
         if (
             any(not worker.process.is_alive() for worker in self._workers)
             or (same_history and len(self._workers) != world)
-            or any(worker.count_groups() > _MAX_GROUPS_LEFT for worker in self._workers)
+            or any(count_groups(worker.pid) > MAX_GROUPS_LEFT for worker in self._workers)
         ):
             self._discard()
         self._folder.mkdir(exist_ok=True)
@@ -247,15 +244,6 @@ class _Worker:
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
-
-    def count_groups(self) -> int:
-        """Return the number of gloo's groups that live after the last case; 0 on systems without ``/proc``."""
-        count = 0
-        for name in Path(f"/proc/{self.pid}/task").glob("*/comm"):
-            # A thread may end concurrently.
-            with contextlib.suppress(OSError):
-                count += name.read_text(encoding="utf-8").startswith("gloo_tcp_loop")
-        return count
 
     def begin(self, case: Case) -> None:
         self.fate = Fate(case.rank)

@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -228,6 +229,21 @@ def test_workers_that_keep_many_groups_are_replaced(failing):
     (second,) = failing(1)(_keep_groups, 9)
     (third,) = failing(1)(_keep_groups, 0)
     assert first == second != third
+
+
+def _use_meshes(count: int) -> int:
+    for number in range(count):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=(f"a{number}", "b"))
+        rows = distribute_tensor(torch.ones(2, 2), mesh["b"], [Shard(0)])
+        rows.redistribute(mesh["b"], [Replicate()])
+    return os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_meshes_that_torch_caches_are_dropped(failing):
+    (first,) = failing(1)(_use_meshes, 6)
+    (second,) = failing(1)(_keep_groups, 0)
+    assert first == second
 
 
 def test_every_case_starts_fresh(ranks):

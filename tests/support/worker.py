@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from _pytest.outcomes import Skipped
 
-from tests.support import finalizers, fresh_reports, guard, stacks, wire
+from tests.support import finalizers, fresh_reports, gloo, guard, stacks, wire
 from tests.support.compiler import skip_guard_timing
 from tests.support.environment import updated
-from tests.support.gloo import use_one_thread
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def main(
     """Run cases until the pool hangs up."""
     _settle_process(output, environment)
     finalizers.install()
-    use_one_thread()
+    gloo.use_one_thread()
     skip_guard_timing()
     _ignore_missing_devices()
     keep = stacks.install(stack_file)
@@ -177,6 +176,12 @@ class _Runner:
         _set_environment(self.environment)
         _collect_all()
         del backends
+        if gloo.count_groups(os.getpid()) > gloo.MAX_GROUPS_LEFT:
+            gloo.drop_cached_meshes()
+            # Meshes of earlier cases may be frozen.
+            gc.unfreeze()
+            _collect_all()
+            gc.freeze()
         _freeze_remainder()
         fresh_reports.reset()
         if torch.cuda.is_initialized():
