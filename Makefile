@@ -24,11 +24,12 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-versions lint format docs tables figures fuzz faults clean
+.PHONY: help setup demo test pytest test-hosts test-versions lint format docs tables figures fuzz faults clean
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
 	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=0 for one at a time"
+	@echo "make test-hosts   all tests of several hosts, which are network namespaces (by sudo unless you are root)"
 	@echo "make test-versions   the core of the tests on every torch from 2.11 on and every Python here (VERSIONS_ARGS=--help)"
 	@echo "make pytest  only the tests"
 	@echo "make lint    ruff, the style of prose, and mypy --strict but for tests/ and examples/"
@@ -64,6 +65,10 @@ test: lint pytest
 pytest: $(READY)
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Network namespaces need root.
+test-hosts: $(READY)
+	@$$(test $$(id -u) = 0 || echo sudo) env "PATH=$$PATH" ALL_CASES=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts $(PYTEST_ARGS)
 
 test-versions: $(READY)
 	@$(BIN)/python tools/test_versions.py $(VERSIONS_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,6 +265,7 @@ def test_a_text_without_a_remedy_is_found() -> None:
         assert not find_without_remedy(make_sources(m=f"raise ValueError({text})"))[0], text
 
 
+@functools.cache
 def read_trees() -> dict[str, ast.Module]:
     files = [
         path for folder in ("ovpatch", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))

@@ -221,6 +221,7 @@ class Loop:
         is_optimizer_first: Whether the optimizer is created before the model is wrapped.
         compiles: Whether the loop compiles code, so that each run needs a fresh compiler.
         has_mesh: Whether the model has DTensors, or the wrapper a mesh.
+        applies_defaults: Whether the loop applies all default features, ``tp_linear`` among them.
         switches: Whether the loop turns features on and off itself, or sets their options.
         needs_own_group: Whether ranks stop sharding in the process group, so that a cell needs one for itself.
         net: The model.
@@ -234,6 +235,7 @@ class Loop:
     is_optimizer_first = False
     compiles = False
     has_mesh = False
+    applies_defaults = False
     switches = False
     needs_own_group = False
 

@@ -25,6 +25,7 @@ class apply_after_the_net(Loop):
 class default_options(Loop):
     """``apply()`` chooses the features."""
 
+    applies_defaults = True
     switches = True
 
     def turn_on(self):

@@ -288,7 +288,10 @@ def test_patterns_of_three_ranks_are_fused(ranks):
 
 def test_other_patterns_stay_as_they_are(ranks):
     second: dict[str, Any] = {"dim": 1, "shape": (2, 4)}
-    cases = {pattern.__name__: {"pattern": pattern, **second} for pattern in UNCHANGED}
+    # These let casts and groups be confused; the rest differs less from what is fused.
+    often = (cast_of_rows_that_are_read, casts_of_which_one_is_returned, ranks_in_another_order)
+    patterns = UNCHANGED if ALL_CASES else dict.fromkeys((*often, *UNCHANGED[::3]))
+    cases = {pattern.__name__: {"pattern": pattern, **second} for pattern in patterns}
     cases["a group that has not agreed"] = {
         "pattern": gather_then_scatter, **second, "agreed": False,
     }  # fmt: skip
