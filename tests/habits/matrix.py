@@ -39,6 +39,12 @@ _STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda
 # torch's reducer reports its own defect by these words. There is nothing to compare then, and further runs may hang.
 _DEFECT_OF_STOCK: Final = "This indicates a bug in DDP implementation"
 
+# What a failure says of a rank that a signal has ended.
+_SIGNAL: Final = "died by SIG"
+
+# The number of runs in which memory that stock PyTorch spoils should end a rank.
+_STOCK_RUNS: Final = 4
+
 # The end of the text of a cell that has delays.
 _DELAYED: Final = "/delayed"
 
@@ -308,6 +314,22 @@ def _describe(compared: Comparison, floor: float) -> str:
     return ""
 
 
+def _dies_in_stock(pool: Pool, cell: Cell) -> bool:
+    """Return whether a cell dies without ovpatch as well: memory that a stock run spoils may end a later run."""
+    try:
+        pool(cell.world)(run_stock_repeatedly, cell, timeout=_CELL_TIMEOUT_S)
+    except RankFailure as failure:
+        return _SIGNAL in str(failure)
+    return False
+
+
+def run_stock_repeatedly(cell: Cell) -> None:
+    """Run a cell on this rank, stock."""
+    loop = combine(cell.habits)
+    for _ in range(_STOCK_RUNS):
+        _run_stock(cell, loop)
+
+
 def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
     """Run cells of the same features and world; a failure of a rank counts for its cell.
 
@@ -321,7 +343,9 @@ def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
     except RankFailure as failure:
         if len(cells) > 1:
             return [run_cells(pool, [cell])[0] for cell in cells]
-        if _run_stock.__name__ in str(failure):
+        if _run_stock.__name__ in str(failure) or (
+            _SIGNAL in str(failure) and _dies_in_stock(pool, cells[0])
+        ):
             return [Outcome(error="stock PyTorch hangs or dies")]
         return [Outcome(difference=str(failure))]
     return [_merge(outcomes) for outcomes in zip(*by_rank, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -139,6 +140,25 @@ def test_a_rank_that_dies_is_that_of_its_cell(ranks):
     outcomes = run_cells(ranks, [Cell(("accumulate",)), Cell((f"{__name__}:dies",))])
     assert not outcomes[0].difference
     assert "exit code 3" in outcomes[1].difference
+
+
+_runs: list[str] = []
+
+
+class dies_the_second_time(Loop):
+    """A rank dies in its second run, whoever computes it."""
+
+    switches = True
+
+    def last(self):
+        _runs.append("run")
+        if len(_runs) > 1:
+            os.kill(os.getpid(), signal.SIGABRT)
+
+
+def test_a_cell_that_dies_in_stock_as_well_is_no_failure(ranks):
+    (outcome,) = run_cells(ranks, [Cell((f"{__name__}:dies_the_second_time",))])
+    assert (outcome.difference, outcome.error) == ("", "stock PyTorch hangs or dies")
 
 
 def test_what_stock_raises_is_no_failure_of_a_combination(ranks):
