@@ -39,7 +39,7 @@ _STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda
 # torch's reducer reports its own defect by these words. There is nothing to compare then, and further runs may hang.
 _DEFECT_OF_STOCK: Final = "This indicates a bug in DDP implementation"
 
-# What a failure says of a rank that a signal has ended.
+# A failure has these words about a rank that a signal has ended.
 _SIGNAL: Final = "died by SIG"
 
 # The number of runs in which memory that stock PyTorch spoils should end a rank.
