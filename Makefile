@@ -62,13 +62,15 @@ format: $(READY)
 
 test: lint pytest
 
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 pytest: $(READY)
 	@echo "== pytest $(PYTEST_ARGS)"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 # Network namespaces need root.
 test-hosts: $(READY)
-	@$$(test $$(id -u) = 0 || echo sudo) env "PATH=$$PATH" ALL_CASES=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts $(PYTEST_ARGS)
+	@$$(test $$(id -u) = 0 || echo sudo) env "PATH=$$PATH" ALL_CASES=1 $(PYTEST) tests/hosts $(PYTEST_ARGS)
 
 test-versions: $(READY)
 	@$(BIN)/python tools/test_versions.py $(VERSIONS_ARGS)

@@ -14,8 +14,8 @@ from tests.support.pool import Pool
 
 _TIMEOUT_S: Final = 60.0
 
-#: The largest share of programs that may fail in stock PyTorch. A broken generator makes all of them fail.
-MAX_RAISING_SHARE: Final = 0.5
+# The largest share of programs that may fail in stock PyTorch. A broken generator makes all of them fail.
+_MAX_RAISING_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def main(kind: Kind) -> int:
     num_raising = sum(
         count for (_, outcome, _), count in tally.items() if outcome == "stock raises"
     )
-    if num_raising > MAX_RAISING_SHARE * tally.total() > 0:
+    if num_raising > _MAX_RAISING_SHARE * tally.total() > 0:
         print(
             f"{num_raising} of {tally.total()} fail in stock PyTorch: the programs themselves seem to be broken"
         )

@@ -54,7 +54,7 @@ KINDS = (
     "parameter",
 )
 
-# A few of these cases run with ddp by default.
+# A few of these cases run with ddp, and others with dist_optimizer.
 MORE: Cases = {
     **{
         f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"}
@@ -130,7 +130,7 @@ def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
     cases = {
         # Gradients are reduced by ddp in all cases of dist_optimizer, and of recompute.
         "ddp": {**some(CASES, 2), **some(some(MORE)), **GRADIENT_READERS},
-        "dist_optimizer": {**some(CASES, 1), **(some(MORE, 1) if ALL_CASES else {})},
+        "dist_optimizer": {**some(CASES, 1), **some(some(MORE, 1))},
         "recompute": {**some(CASES), "blocks": {"way": blocks}},
         "a plain apply()": some(CASES, 1),
     }

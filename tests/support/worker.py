@@ -181,7 +181,6 @@ class _Runner:
             # Meshes of earlier cases may be frozen.
             gc.unfreeze()
             _collect_all()
-            gc.freeze()
         _freeze_remainder()
         fresh_reports.reset()
         if torch.cuda.is_initialized():

@@ -17,7 +17,7 @@ import ovpatch
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.checks import SMALL, apply, reset_peaks
 
-TIMES = 4
+TIMES = 12
 
 
 class Script:

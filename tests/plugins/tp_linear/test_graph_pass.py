@@ -258,20 +258,19 @@ SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
 }
 
 
+def choose_shapes(schedule: str, number: int) -> list[str]:
+    """Return the shapes for the pattern of a number: by default two each, so that each shape has several patterns."""
+    if schedule != SCHEDULES[0]:
+        return ["second"]
+    names = list(SHAPES)
+    return names if ALL_CASES else [names[(number + more) % len(names)] for more in (0, 2)]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_patterns_of_all_layouts_are_fused(ranks, schedule):
     cases, expected = {}, {}
     for number, (pattern, count) in enumerate(FUSED.items()):
-        names = ["second"]
-        if schedule == SCHEDULES[0]:
-            # Each pattern has two of the shapes, so each shape has several patterns.
-            all_names = [*SHAPES]
-            names = (
-                all_names
-                if ALL_CASES
-                else [all_names[(number + more) % len(SHAPES)] for more in (0, 2)]
-            )
-        for name in names:
+        for name in choose_shapes(schedule, number):
             dim, shape = SHAPES[name]
             case = f"{pattern.__name__}, {name}"
             cases[case] = {"pattern": pattern, "dim": dim, "shape": shape, "schedule": schedule}
