@@ -406,7 +406,7 @@ def test_files_stay_small():
 
 
 # Rooms that features share, and files of one noun, count here: raise it with a reason in the commit.
-MOST_FILES = {"": 250, "ovpatch.insight": 27, "ovpatch.patching": 8}
+MOST_FILES = {"": 251, "ovpatch.insight": 27, "ovpatch.patching": 8}
 
 
 def test_files_are_few():

@@ -16,8 +16,8 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
 from tests.plugins.pipeline.order_sources import SOURCES
-from tests.plugins.recompute.test_repeated import PARTS, seed_streams
-from tests.plugins.recompute.test_repeated import WIDTH as PART_WIDTH
+from tests.plugins.recompute.parts import PARTS, seed_streams
+from tests.plugins.recompute.parts import WIDTH as PART_WIDTH
 from tools import random_cuts
 
 _LOOPS: Final = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")

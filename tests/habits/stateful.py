@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.habits.loop import Choice, Loop, habit
 from tests.habits.wrapping import find_unused
-from tests.plugins.recompute.test_repeated import PARTS, read_state, seed_streams
+from tests.plugins.recompute.parts import PARTS, read_state, seed_streams
 
 
 class _Stateful(Loop):
@@ -73,6 +73,19 @@ _parts(
     "list",
     "deque",
     "nested containers",
+)
+_parts(
+    "state_outside",
+    "A block keeps its state in a global variable, an object, a class or a closure.",
+    "generator of the script",
+    "generator of the script, and its numbers are not saved",
+    "generator in an object",
+    "generators in a list in an attribute's object",
+    "counter in an object",
+    "global counter",
+    "global list",
+    "counter in a class",
+    "counter and generator in a closure",
 )
 _parts(
     "forward_hooks_inside",

@@ -74,6 +74,20 @@ FAULTS: Final = (
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
     ),
     Fault(
+        "a recomputation does not follow the variables of closures",
+        _RECOMPUTE + "code_state.py",
+        "        if function.__closure__:\n",
+        "        if not function:\n",
+        (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
+    ),
+    Fault(
+        "a recomputation restores state that code names in few calls only",
+        _RECOMPUTE + "forward_state.py",
+        "if is_power_of_two(number) or attached_values(block).get(_CHANGES_OUTSIDE, False):",
+        "if is_power_of_two(number):",
+        (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
+    ),
+    Fault(
         "a recomputation cuts the graph of a tensor in a container of which another tensor changes",
         "plugins/ovpatch_plugins/recompute/forward_state.py",
         "for i, clone in self._clones[name].items() if i in changed}",

@@ -211,11 +211,7 @@ class StateDictSource(LazySource):
         for name, value in state.items():
             # State of a sparse embedding is sparse, and that of a DTensor is a DTensor. They are this
             # rank's own, like a scalar.
-            if (
-                type(value) in (Tensor, LazyTensor)
-                and value.ndim
-                and value.layout is torch.strided
-            ):
+            if type(value) in (Tensor, LazyTensor) and value.ndim and value.layout is torch.strided:
                 lazy = lazy_tensor.make_lazy(
                     TensorMeta(value.shape, (), value.dtype, _CPU), self, len(self._tensors)
                 )

@@ -10,7 +10,7 @@ import random
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
@@ -20,10 +20,13 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.tensors.linear_ops import RandomStream, is_generator_class, make_random_stream
+from ovpatch_plugins.recompute.code_state import CodeState
 from ovpatch_plugins.recompute.recompute_report import note
 
-# The key of the set of tensors that a block's forward changes in place.
+# The keys of the set of tensors that a block's forward changes in place, and of whether it changes state
+# outside of its modules.
 _CHANGING: Final = "recompute: changing"
+_CHANGES_OUTSIDE: Final = "recompute: changes state outside of its modules"
 
 
 class RandomState:
@@ -206,24 +209,28 @@ class Params:
 
 
 class ModuleState:
-    """The buffers and attributes of a block's modules that its forward changes, as they are before it.
+    """The values that a block's forward changes, as they are before: state of modules, and state that their code names.
 
-    Counters, caches and running averages are examples. The recomputation starts from these values and then
-    restores the values of the forward, so the values change once, as in stock PyTorch. Attributes are
-    compared after the forward; lists, dictionaries and sets are compared by their items. At the block's
-    first forward, the versions of tensors, also of those in lists and dictionaries, show which of them it
-    changes in place. Batch norm changes its
-    averages without a new version.
+    The state of a module is its buffers and attributes. Counters, caches and running averages are examples.
+    The recomputation starts from these values and then restores the values of the forward, so the values
+    change once, as in stock PyTorch. Values are compared after the forward; lists, dictionaries and sets are
+    compared by their items. At the block's first forward, the versions of tensors, also of those in lists
+    and dictionaries, show which of them it changes in place. Batch norm changes its averages without a new
+    version.
+
+    Code is read in the calls 0, 1, 2, 4, 8, ... of a block, and in each call once it has led to a random
+    generator or to a value that the forward changes.
 
     Args:
         block: The block.
         modules: The block and the modules inside of it.
+        number: Number of the block's earlier calls.
 
     Attributes:
-        generators: The random generators among the attributes.
+        generators: The random generators among the state.
     """
 
-    def __init__(self, block: nn.Module, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, block: nn.Module, modules: Sequence[nn.Module], number: int) -> None:
         self._block = block
         self._modules = modules
         # The tensors that earlier forwards changed in place; None in the first forward.
@@ -233,10 +240,33 @@ class ModuleState:
         self._places: list[_Place] = []
         for module in modules:
             if module._buffers:
-                self._places.append(_Place(module, module._buffers, self._known, self.generators))
+                averages = module.training and getattr(module, "track_running_stats", False)
+                self._add_place(module, module._buffers, bool(averages))
             cls: Any = type(module)
             if _is_of_script(cls):
-                self._places.append(_Place(module, vars(module), self._known, self.generators))
+                self._add_place(module, vars(module))
+        # The places that the code names; None if it is not read in this call.
+        self._outside: list[_Place] | None = None
+        # Whether the code leads to a random generator.
+        self._draws_outside = False
+        self._number = number
+        if is_power_of_two(number) or attached_values(block).get(_CHANGES_OUTSIDE, False):
+            self._add_outside()
+
+    def _add_place(
+        self, owner: object, values: MutableMapping[str, Any], has_averages: bool = False
+    ) -> None:
+        place = _Place(owner, values, has_averages, self._known, self.generators)
+        self._places.append(place)
+
+    def _add_outside(self) -> None:
+        inside, generators = len(self._places), len(self.generators)
+        code = CodeState(self._modules)
+        self.generators += code.generators
+        for values in code.places:
+            self._add_place(values.owner, values)
+        self._outside = self._places[inside:]
+        self._draws_outside = len(self.generators) > generators
 
     def end_forward(self) -> None:
         """Find the values that the forward has changed.
@@ -249,7 +279,17 @@ class ModuleState:
             changed |= place.end_forward(self._known or frozenset())
         if self._known is None or not changed <= self._known:
             attached_values(self._block)[_CHANGING] = frozenset(changed.union(self._known or ()))
+        if self._outside is not None:
+            self._note_changes_outside(self._outside)
+            self._outside = None
         self._places = [place for place in self._places if place.before]
+
+    def _note_changes_outside(self, places: Sequence[_Place]) -> None:
+        has_changed = self._draws_outside or any(place.before for place in places)
+        kept = attached_values(self._block)
+        # The first call may only import or cache something.
+        is_known = self._number > 1 and kept.get(_CHANGES_OUTSIDE, False)
+        kept[_CHANGES_OUTSIDE] = has_changed or is_known
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -293,7 +333,14 @@ class _Weak(NamedTuple):
 
 
 class _Place:
-    """A dictionary of a module: its buffers or its attributes.
+    """Values by name: the buffers or attributes of a module, or values that its code names elsewhere.
+
+    Args:
+        owner: What has the values.
+        values: The values.
+        has_averages: Whether the forward changes tensors without a new version.
+        known: The owners' identities and names of tensors that forwards change; None in the first forward.
+        generators: A list to which the random generators among the values are added.
 
     Attributes:
         before: The values that the forward has changed, as they were before. During the forward, all values.
@@ -301,19 +348,15 @@ class _Place:
 
     def __init__(
         self,
-        module: nn.Module,
-        values: dict[str, Any],
+        owner: object,
+        values: MutableMapping[str, Any],
+        has_averages: bool,
         known: Container[tuple[int, str]] | None,
         generators: list[Any],
     ) -> None:
-        self._module = module
+        self._owner = owner
         self._values = values
-        averages = (
-            values is module._buffers
-            and module.training
-            and getattr(module, "track_running_stats", False)
-        )
-        self._has_averages = bool(averages)
+        self._has_averages = has_averages
         self.before: dict[str, Any] = dict(values)
         # - State of before the forward, by name; empty afterwards
         # Copies of lists, dictionaries and sets.
@@ -331,7 +374,7 @@ class _Place:
                 self._copies[name] = _copy_container(value)
             if tensors := list(_list_tensors(value)):
                 self._versions[name] = list(map(_version, tensors))
-                if known is None or averages or (id(module), name) in known:
+                if known is None or has_averages or (id(owner), name) in known:
                     self._clones[name] = {id(tensor): tensor.detach().clone() for tensor in tensors}
             elif is_generator_class(cls):
                 generators.append(value)
@@ -343,14 +386,14 @@ class _Place:
             KeyError: A tensor was changed in place for the first time in a later forward.
         """
         before, self.before, written = self.before, {}, set()
-        values, module = self._values, self._module
+        values, owner = self._values, self._owner
         is_rebound = len(values) != len(before) or not all(
             map(operator.is_, values.values(), before.values())
         )
         for name in before if is_rebound else (*self._versions, *self._copies):
             if name in _MODULE_FIELDS:
                 continue
-            value, key = before[name], (id(module), name)
+            value, key = before[name], (id(owner), name)
             kept = self._copies.get(name, value)
             tensors = list(_list_tensors(kept)) if name in self._versions else []
             changed = {
@@ -492,6 +535,11 @@ def _is_of_script(cls: Any) -> bool:
     return any(
         not base.__module__.startswith("torch.") for base in cls.__mro__ if base is not object
     )
+
+
+def is_power_of_two(number: int) -> bool:
+    """Return whether a number is a power of two, or 0."""
+    return number & (number - 1) == 0
 
 
 def _version(tensor: Tensor) -> int:

@@ -31,6 +31,7 @@ from ovpatch_plugins.recompute.forward_state import (
     Params,
     RandomState,
     find_tensors,
+    is_power_of_two,
 )
 from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
@@ -134,17 +135,16 @@ class Recomputation:
         tensors = list(find_tensors([args, kwargs]))
         kept = attached_values(block)
         number = kept[_CALLS] = kept.get(_CALLS, -1) + 1
-        # The first call, 0, also counts as a power of two.
-        is_power_of_two = number & (number - 1) == 0
-        is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_power_of_two)
+        is_early = is_power_of_two(number)
+        is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_early)
         # Digests of the tensors that the forward saved; None if this call is not checked.
         self._digests: list[Any] | None = [] if is_checked else None
         # Flags on devices: whether a tensor of the recomputation differs from its digest.
         self._doubts: list[Tensor] = []
         self._autocast = Autocast(tensors)
-        self._state = ModuleState(block, modules)
+        self._state = ModuleState(block, modules, number)
         generators += self._state.generators
-        self._random = RandomState(tensors, generators, is_power_of_two or kept.get(_DRAWS, False))
+        self._random = RandomState(tensors, generators, is_early or kept.get(_DRAWS, False))
         # None until the forward has ended.
         self._params: Params | None = None
         self.previous = _find_call(tensor.grad_fn for tensor in tensors)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import types
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,278 +26,22 @@ from ovpatch_plugins.recompute import RecomputeError, recomputation, recompute
 from ovpatch_plugins.recompute import recompute_attach as attach
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.recompute.models import count_differences
+from tests.plugins.recompute.parts import (
+    CALLS,
+    LOST,
+    PARTS,
+    WIDTH,
+    Part,
+    Stack,
+    count_in_place,
+    keep_loss,
+    note_call,
+    scale,
+    train,
+)
 from tests.support.rarely import ALL_CASES, RARELY
 
-WIDTH = 6
 BLOCKS = {"recompute": {"blocks": "layers.*"}}
-_GENERATOR = torch.Generator()
-_CALLS: list[str] = []
-_SHARED = types.SimpleNamespace(calls=0, generator=random.Random(0))
-
-
-class Part(nn.Module):
-    """A module that maps (batch, 6) to (batch, 6) by ``function(self, x)``."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
-def _scale(part: Part, x: Tensor, amount: float) -> Tensor:
-    """Scale a tensor that backward needs."""
-    return x + (part.linear(x) * (1 + amount)).sigmoid()
-
-
-def _mask(part: Part, x: Tensor) -> Tensor:
-    return _scale(part, x * (torch.rand(x.shape, generator=part.generator) > 0.3), 0.0)
-
-
-def _count(part: Part, x: Tensor) -> Tensor:
-    part.calls += 1
-    return _scale(part, x, 0.1 * part.calls)
-
-
-def _count_in_place(part: Part, x: Tensor) -> Tensor:
-    part.total.add_(x.detach().mean().abs())
-    return _scale(part, x, part.total.item())
-
-
-def _average_in_place(part: Part, x: Tensor) -> Tensor:
-    for mean in (part.stats["mean"], part.stats["all"][0]):
-        mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-    return _scale(part, x - part.stats["mean"] - part.stats["all"][0], 0.0)
-
-
-def _make_offset() -> Part:
-    """Return a part with a container of a mean, changed in place, and of a tensor that carries a graph."""
-    bias = nn.Parameter(torch.full((WIDTH,), 0.5))
-    # Backward through a sum saves no tensor, so each step may repeat it.
-    return Part(_add_offset, bias=bias, stats={"mean": torch.zeros(WIDTH), "offset": bias + 1})
-
-
-def _add_offset(part: Part, x: Tensor) -> Tensor:
-    part.stats["mean"].mul_(0.9).add_(0.1 * x.detach().mean(0))
-    return _scale(part, x - part.stats["mean"] + part.stats["offset"].sin(), 0.0)
-
-
-def _carry(part: Part, x: Tensor) -> Tensor:
-    part.state = 0.5 * part.state + x.detach().mean(0)
-    return _scale(part, x + part.state, 0.0)
-
-
-def _append(part: Part, x: Tensor) -> Tensor:
-    part.seen.append(x.detach().mean())
-    return _scale(part, x, 0.1 * len(part.seen))
-
-
-def _add_item(part: Part, x: Tensor) -> Tensor:
-    part.seen["total"].append(1)
-    part.seen[len(part.seen)] = [x.detach().mean()]
-    return _scale(part, x, 0.1 * len(part.seen) + 0.01 * len(part.seen["total"]))
-
-
-def _fill_lazily(part: Part, x: Tensor) -> Tensor:
-    if not hasattr(part, "cached"):
-        part.cached = torch.linspace(0, 1, WIDTH) + random.random()
-    return _scale(part, x * part.cached, 0.0)
-
-
-def _keep_loss(part: Part, x: Tensor) -> Tensor:
-    part.loss = part.linear(x).square().mean()
-    return _scale(part, x, 0.0)
-
-
-def _drop_layer(part: Part, x: Tensor) -> Tensor:
-    return x.sin() if random.random() < 0.5 else _scale(part, x, 0.0)
-
-
-def _recur(part: Part, x: Tensor) -> Tensor:
-    part.calls += 1
-    # The workspace that the layer saves has gaps, which show the memory before.
-    junk = [torch.full((size,), part.calls, dtype=torch.uint8) for size in range(1024, 65536, 1024)]
-    del junk
-    return _scale(part, part.recurrent(x)[0], 0.0)
-
-
-def _start_late(part: Part, x: Tensor) -> Tensor:
-    part.calls += 1
-    return _scale(part, x, random.random() if part.calls > 3 else 0.0)
-
-
-def _hook_in_graph(part: Part, x: Tensor) -> Tensor:
-    y = part.linear(x).sigmoid()
-    y.register_hook(lambda _grad: _CALLS.append("tensor"))
-    return x + y
-
-
-def _with(part: Part, **changes: Any) -> Part:
-    """Register hooks on a part's linear, by the name of the method that registers them."""
-    for name, hook in changes.items():
-        getattr(part.linear, name)(hook)
-    return part
-
-
-def _note_call(_module: nn.Module, _args: Any, _output: Any = None) -> None:
-    _CALLS.append("forward")
-
-
-def _note_backward(_module: nn.Module, _grads: Any, _output: Any) -> None:
-    _CALLS.append("backward")
-
-
-def _zero(part: Part, x: Tensor) -> Tensor:
-    return _scale(part, x, 0.0)
-
-
-PARTS: dict[str, Callable[[], nn.Module]] = {
-    "generator": lambda: Part(_mask, generator=torch.Generator().manual_seed(5)),
-    "Python": lambda: Part(lambda part, x: _scale(part, x, random.random())),
-    "Python, a pair of normal deviates": lambda: Part(
-        lambda part, x: _scale(part, x, random.gauss(0, 1))
-    ),
-    "Random": lambda: Part(
-        lambda part, x: _scale(part, x, part.rng.random()), rng=random.Random(3)
-    ),
-    "numpy": lambda: Part(lambda part, x: _scale(part, x, float(np.random.rand()))),
-    "numpy, a pair of normal deviates": lambda: Part(
-        lambda part, x: _scale(part, x, float(np.random.randn()))
-    ),
-    "numpy's generator": lambda: Part(
-        lambda part, x: _scale(part, x, part.rng.random()), rng=np.random.default_rng(3)
-    ),
-    "RandomState": lambda: Part(
-        lambda part, x: _scale(part, x, part.rng.rand()), rng=np.random.RandomState(3)
-    ),
-    "permutation": lambda: Part(
-        lambda part, x: _scale(part, x[:, torch.from_numpy(np.random.permutation(WIDTH))], 0)
-    ),
-    "layer drop": lambda: Part(_drop_layer),
-    "a stream that starts late": lambda: Part(_start_late, calls=0),
-    "counter": lambda: Part(_count, calls=0),
-    "tensor changed in place": lambda: Part(_count_in_place, total=torch.zeros(())),
-    "tensors of containers changed in place": lambda: Part(
-        _average_in_place, stats={"mean": torch.zeros(WIDTH), "all": [torch.zeros(WIDTH)]}
-    ),
-    "tensors of a container changed in place, and with a graph": _make_offset,
-    "tensor replaced": lambda: Part(_carry, state=torch.zeros(WIDTH)),
-    "list": lambda: Part(_append, seen=[]),
-    "deque": lambda: Part(_append, seen=deque(maxlen=4)),
-    "nested containers": lambda: Part(_add_item, seen=defaultdict(list)),
-    "lazy cache": lambda: Part(_fill_lazily),
-    "loss in an attribute": lambda: Part(_keep_loss),
-    "training flag": lambda: Part(lambda part, x: _scale(part, x, 0.1 * part.training)),
-    "forward hook": lambda: _with(Part(_zero), register_forward_hook=_note_call),
-    "forward pre-hook": lambda: _with(Part(_zero), register_forward_pre_hook=_note_call),
-    "backward hook": lambda: _with(Part(_zero), register_full_backward_hook=_note_backward),
-    "tensor hook": lambda: Part(_hook_in_graph),
-    "recurrent": lambda: Part(_recur, calls=0, recurrent=nn.LSTM(WIDTH, WIDTH)),
-    "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)),
-    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)),
-    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
-}
-
-# Parts whose state is out of reach.
-LOST: dict[str, Callable[[], nn.Module]] = {
-    "generator of the script": lambda: Part(
-        lambda part, x: _scale(part, x * (torch.rand(x.shape, generator=_GENERATOR) > 0.3), 0.0)
-    ),
-    "counter of the script": lambda: Part(_count_globally),
-    "generator in an object": lambda: Part(
-        lambda part, x: _scale(part, x, _SHARED.generator.random())
-    ),
-}
-
-
-def _count_globally(part: Part, x: Tensor) -> Tensor:
-    _SHARED.calls += 1
-    return _scale(part, x, 0.1 * _SHARED.calls)
-
-
-class Stack(nn.Module):
-    """Blocks of parts between two linears."""
-
-    def __init__(self, blocks: list[list[Callable[[], nn.Module]]]) -> None:
-        super().__init__()
-        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.layers = nn.ModuleList(nn.Sequential(*(make() for make in parts)) for parts in blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.enter(x)
-        for layer in self.layers:
-            h = layer(h)
-        result: Tensor = self.head(h).square().mean()
-        losses = [part.loss for part in self.modules() if hasattr(part, "loss")]
-        return result + sum(losses)
-
-
-def read_state(model: nn.Module) -> list[Tensor]:
-    """Return the attributes of the parts, and the next number of each random stream, as tensors."""
-    found = [
-        torch.rand(2),
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
-        len(_CALLS),
-    ]
-    for part in model.modules():
-        for name in ("calls", "total", "state", "cached", "loss"):
-            found.append(getattr(part, name, 0))
-        seen = getattr(part, "seen", ())
-        found.append(len(seen))
-        generator: Any = getattr(part, "generator", None)
-        found.append(0 if generator is None else torch.rand(2, generator=generator))
-        found.append(
-            part.rng.random() if hasattr(part, "rng") and hasattr(part.rng, "random") else 0
-        )
-    return [torch.as_tensor(value).detach().clone() for value in found]
-
-
-def seed_streams() -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    _GENERATOR.manual_seed(1)
-    _CALLS.clear()
-    _SHARED.calls, _SHARED.generator = 0, random.Random(0)
-
-
-def train(
-    blocks: list[list[Callable[[], nn.Module]]],
-    steps: int = 5,
-    micro: int = 2,
-    compile_model: Callable[[Any], Any] = lambda model: model,
-) -> list[Any]:
-    """Train, with two forwards before their backwards, and return the state after each step."""
-    seed_streams()
-    model = Stack(blocks)
-    run = compile_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Any] = []
-    for step in range(steps):
-        inputs = [
-            torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + i))
-            for i in range(micro)
-        ]
-        losses = [run(x) for x in inputs]
-        # A script may evaluate before its backward.
-        model.eval()
-        for loss in losses:
-            loss.backward()
-        model.train()
-        found += [*(loss.detach() for loss in losses), *read_state(model)]
-        found += [
-            None if param.grad is None else param.grad.clone() for param in model.parameters()
-        ]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + [param.detach().clone() for param in model.parameters()]
 
 
 def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
@@ -409,12 +151,12 @@ def test_state_out_of_reach_is_an_error(ranks: Any) -> None:
 
 def _draw_late(part: Part, x: Tensor) -> Tensor:
     part.calls += 1
-    return _scale(part, x, float(np.random.rand()) if part.calls > 3 else 0.0)
+    return scale(part, x, float(np.random.rand()) if part.calls > 3 else 0.0)
 
 
 def _write_late(part: Part, x: Tensor) -> Tensor:
     part.calls += 1
-    return _count_in_place(part, x) if part.calls > 3 else _scale(part, x, 0.0)
+    return count_in_place(part, x) if part.calls > 3 else scale(part, x, 0.0)
 
 
 # Parts that first change state in a late call, which is an error with its own remedy.
@@ -579,7 +321,7 @@ def test_generators_may_be_arguments(ranks: Any) -> None:
 
 def _hook_all_modules() -> tuple[list[int], list[str]]:
     counts = []
-    handle = nn.modules.module.register_module_forward_hook(_note_call)
+    handle = nn.modules.module.register_module_forward_hook(note_call)
     try:
         for feature in ((), ("recompute",)):
             with (
@@ -588,7 +330,7 @@ def _hook_all_modules() -> tuple[list[int], list[str]]:
                 else _nothing()
             ):
                 train([[PARTS["dropout"]]] * 2, steps=1)
-                counts.append(len(_CALLS))
+                counts.append(len(CALLS))
                 report = ovpatch.report().features if feature else []
     finally:
         handle.remove()
@@ -608,13 +350,13 @@ def test_hooks_of_all_modules_are_called_once(ranks: Any) -> None:
     assert [
         text
         for text in remarks
-        if "forward hook _note_call of all modules would be called again" in text
+        if "forward hook note_call of all modules would be called again" in text
     ]
 
 
 def _leave_outputs() -> int:
     """Return the number of calls of blocks that live after steps that leave an unused loss in an attribute."""
-    model = Stack([[lambda: Part(_keep_loss)]] * 2)
+    model = Stack([[lambda: Part(keep_loss)]] * 2)
     recompute(model, blocks="layers.*")
     for _ in range(4):
         x = torch.randn(4, WIDTH)
@@ -706,9 +448,9 @@ def _sample_on_device(names: list[str]) -> dict[str, str]:
 
 
 def test_samples_on_devices_are_read_once_per_backward(ranks: Any) -> None:
-    (found,) = ranks(1)(_sample_on_device, ["generator", "generator of the script", "dropout"])
+    (found,) = ranks(1)(_sample_on_device, ["generator", "iterator of the script", "dropout"])
     assert found["generator"] == found["dropout"] == "1 no error"
-    assert found["generator of the script"].startswith("1 ovpatch: block layers.")
+    assert found["iterator of the script"].startswith("1 ovpatch: block layers.")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.support.modes import FORWARD_ONLY, LEVELS, MODES
 CUT = Shard(0)
 PLAN = {"up": ColwiseParallel(input_layouts=CUT), "down": RowwiseParallel(output_layouts=CUT)}
 
-# These schedules compute a GEMM in parts of its rows, which some processors round in another way.
+# These schedules split the rows of a GEMM, and some processors round such a GEMM in another way.
 SPLIT_ROWS = ("chunk", "ring")
 
 
