@@ -132,7 +132,7 @@ def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
         "ddp": {**some(CASES, 2), **some(some(MORE)), **GRADIENT_READERS},
         "dist_optimizer": {**some(CASES, 1), **some(some(MORE, 1))},
         "recompute": {**some(CASES), "blocks": {"way": blocks}},
-        "a plain apply()": some(CASES, 1),
+        "a plain apply()": some(some(CASES, 1)),
     }
     results = ranks(2)(in_both, feature, cases[feature], timeout=240)
     check(results, recomputes=feature == "recompute")
