@@ -60,7 +60,10 @@ format: $(READY)
 	@$(BIN)/python -m ruff check --select I --fix --quiet .
 	@$(BIN)/python -m ruff format .
 
-test: lint pytest
+# mypy uses one core, so tests begin beside it. The last line says whether both passed.
+test: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint pytest
+	@echo "== lint and tests passed"
 
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

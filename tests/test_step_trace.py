@@ -27,11 +27,17 @@ from tests.support.environment import clean
 from tests.support.preloaded import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = {
-    path: ast.parse(path.read_text(encoding="utf-8"))
-    for folder in ("ovpatch", "plugins")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
+
+
+@functools.cache
+def sources() -> dict[Path, ast.Module]:
+    """Return the syntax tree of each file; each worker imports this module, and one of them needs the trees."""
+    return {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for folder in ("ovpatch", "plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
 
 SLACK = 0.05
 
@@ -209,7 +215,7 @@ MAPS = {
 @arms
 def test_the_maps_of_a_step_name_its_files(features):
     """A reader of the central files finds each file of a step without a search."""
-    texts = [ast.get_docstring(SOURCES[ROOT / path]) or "" for path in MAPS[features]]
+    texts = [ast.get_docstring(sources()[ROOT / path]) or "" for path in MAPS[features]]
     named = {os.path.basename(path) for path in re.findall(r"``([\w/]+\.py)``", " ".join(texts))}
     passed = {
         os.path.basename(file)
@@ -217,7 +223,7 @@ def test_the_maps_of_a_step_name_its_files(features):
         if not file.startswith(BELOW)
     }
     assert passed - named == {os.path.basename(path) for path in MAPS[features]}
-    assert named <= {path.name for path in SOURCES}, "a map names a file that does not exist"
+    assert named <= {path.name for path in sources()}, "a map names a file that does not exist"
 
 
 def test_a_list_of_functions_names_file_line_and_calls():
@@ -245,7 +251,7 @@ def find_class(name: str) -> list[ast.ClassDef]:
     """Return a class of the project and its base classes within it; empty if there are several of a name, or none."""
     found = [
         node
-        for tree in SOURCES.values()
+        for tree in sources().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name == name
     ]
@@ -384,7 +390,7 @@ def test_logical_lines_are_counted_without_prose():
 
 
 def test_the_rooms_of_a_step_have_no_more_lines():
-    counts = {path: count_logical_lines(path.read_text(encoding="utf-8")) for path in SOURCES}
+    counts = {path: count_logical_lines(path.read_text(encoding="utf-8")) for path in sources()}
     by_room = {
         room: {path.name: n for path, n in counts.items() if path.is_relative_to(ROOT / room)}
         for room in ROOMS

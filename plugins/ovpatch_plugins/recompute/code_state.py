@@ -8,12 +8,14 @@ modules' classes is read, and then the code of the functions and objects that it
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ovpatch.overlap.tensors.linear_ops import is_generator_class
@@ -38,8 +40,14 @@ _CODE: Final = (
     classmethod,
     nn.Module,
 )
-# Code and objects beyond this number are not read.
+# Code and objects beyond this number are not read, nor are more items of a list or dictionary.
 _MOST_OBJECTS: Final = 2000
+_MOST_ITEMS: Final = 1000
+
+PLAIN: Final = frozenset(
+    {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
+"""Types whose values cannot change."""
 
 
 class NamedValues(MutableMapping[str, Any]):
@@ -156,9 +164,12 @@ class CodeState:
         self._visited: dict[int, Any] = {id(module): module for module in modules}
         # By the identity of the owner.
         self._scopes: dict[int, _Scope] = {}
-        for cls in {type(module) for module in modules}:
-            self._visit_class(cls)
-        attributes = [vars(module) for module in modules if _is_script(type(module).__module__)]
+        attributes: list[Mapping[str, Any]] = []
+        for module in modules:
+            cls: Any = type(module)
+            if _is_class_of_script(cls):
+                attributes.append(vars(module))
+                self._visit_class(cls)
         # Each pass may find names and values that lead to more.
         before, now = -1, 0
         while before < now:
@@ -176,7 +187,7 @@ class CodeState:
     def _visit(self, value: Any) -> None:
         """Add the scopes of a value, unless it was visited."""
         cls: Any = type(value)
-        if id(value) in self._visited or len(self._visited) >= _MOST_OBJECTS:
+        if cls in PLAIN or id(value) in self._visited or len(self._visited) >= _MOST_OBJECTS:
             return
         self._visited[id(value)] = value
         if cls is FunctionType:
@@ -201,7 +212,7 @@ class CodeState:
             self._visit_class(cls)
 
     def _visit_items(self, items: Collection[Any]) -> None:
-        for item in items:
+        for item in itertools.islice(items, _MOST_ITEMS):
             cls: Any = type(item)
             if is_generator_class(cls):
                 self.generators.append(item)
@@ -236,7 +247,7 @@ class CodeState:
 def _has_attributes(value: Any) -> bool:
     """Return whether a value is an object of the script whose attributes may be state."""
     cls: Any = type(value)
-    is_object = cls is SimpleNamespace or _is_script(cls.__module__)
+    is_object = cls is SimpleNamespace or _is_class_of_script(cls)
     return is_object and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module))
 
 
@@ -245,6 +256,12 @@ def _read_names(code: CodeType) -> frozenset[str]:
     """Return the names of globals, attributes and methods in code, and in the functions inside of it."""
     inner = [_read_names(value) for value in code.co_consts if isinstance(value, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_class_of_script(cls: Any) -> bool:
+    """Return whether a class or one of its bases belongs to the script; FSDP2 derives classes from it."""
+    return any(_is_script(base.__module__) for base in cls.__mro__)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.tensors.linear_ops import RandomStream, is_generator_class, make_random_stream
-from ovpatch_plugins.recompute.code_state import CodeState
+from ovpatch_plugins.recompute.code_state import PLAIN, CodeState
 from ovpatch_plugins.recompute.recompute_report import note
 
 # The keys of the set of tensors that a block's forward changes in place, and of whether it changes state
@@ -368,7 +368,7 @@ class _Place:
         for name in values.keys() - _MODULE_FIELDS:
             value = values[name]
             cls: Any = type(value)
-            if cls in _PLAIN:
+            if cls in PLAIN:
                 continue
             if cls in _CONTAINERS:
                 self._copies[name] = _copy_container(value)
@@ -438,10 +438,6 @@ class _Place:
 
 # The fields that each module has; they are no state of the computation.
 _MODULE_FIELDS: Final = frozenset(vars(nn.Module()))
-# Types whose values cannot change.
-_PLAIN: Final = frozenset(
-    {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-)
 _LISTS: Final = (list, deque)
 _DICTIONARIES: Final = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS: Final = frozenset({*_LISTS, *_DICTIONARIES, set})
