@@ -98,7 +98,7 @@ def test_by_name_or_strict_it_is_an_error_with_the_remedy(session, monkeypatch, 
         session.apply(names, None, None)
     assert f"{name} (" in str(error.value)
     assert reason in str(error.value)
-    assert "OVPATCH=-" in str(error.value)
+    assert f"{make_variable_name(name)}=0" in str(error.value)
     assert not session.report().patches
 
 

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -101,6 +101,8 @@ def list_children(value: Any) -> list[tuple[Any, Any]] | None:
 
 #: Seconds to wait for ranks before their last step; some scripts have ranks that never step.
 EXIT_TIMEOUT_S: Final = 60.0
+# Seconds between searches for ranks that have ended without a mark.
+_SEARCH_INTERVAL_S: Final = 1.0
 
 
 class StepCounter:
@@ -211,13 +213,33 @@ class _NodeMarks:
         return f"ovpatch: {self._kind} of rank {rank}"
 
 
+def find_ended_ranks(directory: Path, ranks: Collection[int]) -> set[int]:
+    """Return the ranks of which all processes that signed in have ended.
+
+    The launcher numbers ranks in the environment; other ranks, and those of other hosts, do not count.
+    """
+    # Only the end of a run needs what the tool's own process uses.
+    from ovpatch.insight import variants
+
+    alive = set(variants.list_processes(directory))
+    pids: dict[int, set[int]] = {}
+    for pid, rank in variants.read_ranks(directory).items():
+        pids.setdefault(int(rank), set()).add(pid)
+    here = worker_orders.MAX_PID
+    return {
+        rank
+        for rank in ranks
+        if rank in pids and alive.isdisjoint(pids[rank]) and max(pids[rank]) < here
+    }
+
+
 def exit_with_peers(directory: Path) -> None:
     """End this process with exit code 0, together with its peers. Does not return.
 
     A rank that ends early tears down connections on which a peer still receives its last collective, so the ranks wait
     for each other: those of one node by marks in their folder, those of other nodes by marks in the job's store, if a
-    tool counts steps there as well. They call ``os._exit``: an exception would run the script's clean-up, whose
-    collectives peers do not enter.
+    tool counts steps there as well. They do not wait for ranks that have ended. They call ``os._exit``: an
+    exception would run the script's clean-up, whose collectives peers do not enter.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -228,11 +250,16 @@ def exit_with_peers(directory: Path) -> None:
     unobserved = _NodeMarks("steps").find_missing()
     node = get_node_ranks()
     deadline = time.monotonic() + EXIT_TIMEOUT_S
+    ended: set[int] = set()
+    next_search = time.monotonic()
     while time.monotonic() < deadline:
         # A folder that several nodes share has marks of their ranks as well.
-        here = sum((directory / f"left-{rank}").exists() for rank in node)
-        if here == len(node) and left.find_missing() <= unobserved:
+        here = {rank for rank in node if not (directory / f"left-{rank}").exists()}
+        if here <= ended and left.find_missing() <= unobserved:
             break
+        if time.monotonic() > next_search:
+            ended = find_ended_ranks(directory, here)
+            next_search = time.monotonic() + _SEARCH_INTERVAL_S
         time.sleep(0.02)
     worker_exit.write_report_now(is_last=True)
     sys.stdout.flush()

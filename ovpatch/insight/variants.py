@@ -334,6 +334,8 @@ def run_variant(
     finally:
         launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
+    if watch.has_outlived:
+        code = 0
     return Outcome(
         variant, folder, log, code, seconds, watch.timed_out, interrupted, read_stacks(folder)
     )
@@ -341,10 +343,13 @@ def run_variant(
 
 # Seconds for processes to write their stacks.
 _WRITING: Final = 2.0
+# Seconds that a command may take after all ranks that it started here have left. torchrun waits 300 for nodes on which
+# ranks continue or have failed.
+_OUTLIVE_TIMEOUT_S: Final = 20.0
 
 
 class _Watchdog:
-    """Ends a running variant that has hung, was interrupted, or has a process that could not be patched."""
+    """Ends a running variant that has hung, was interrupted, is done, or has a process that could not be patched."""
 
     def __init__(
         self,
@@ -359,7 +364,11 @@ class _Watchdog:
         self._news = time.monotonic()
         self._interrupted: float | None = None
         self._ended = False
+        # The time at which all ranks had left; None before.
+        self._left: float | None = None
         self.timed_out = False
+        # Whether the command was ended because all ranks had left.
+        self.has_outlived = False
 
     def check_job(self, job: launch.Command) -> None:
         """Check the files of the processes, report progress, and end the job if necessary."""
@@ -377,12 +386,22 @@ class _Watchdog:
             self._progress(read_slowest_step(self._folder))
         if any(self._folder.glob("failed-*.json")) or self._should_stop():
             self._end(job)
+        elif self._have_left():
+            self._left = self._left or time.monotonic()
+            if time.monotonic() - self._left > _OUTLIVE_TIMEOUT_S:
+                self.has_outlived = True
+                self._end(job, 1.0)
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
             for pid in list_processes(self._folder):
                 launch.send_signal(pid, worker_orders.STACKS_SIGNAL)
             time.sleep(_WRITING)
             self._end(job)
+
+    def _have_left(self) -> bool:
+        """Return whether all processes that stepped left after the ordered steps, and no process is alive."""
+        beats, marks = (len(list(self._folder.glob(f"{kind}-*"))) for kind in ("beat", "left"))
+        return 0 < beats <= marks and not list_processes(self._folder)
 
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True

@@ -229,15 +229,16 @@ class FeaturePlan:
             f"{record.found.name} ({record.request.reason}) is {record.state}: {record.reason}"
             for record in refused
         ]
-        first = refused[0].found.name
         rule = (
             "OVPATCH_STRICT or strict= makes any skip an error"
             if self.strict
-            else "It was requested by name"
+            else "A feature that is requested by name must run"
         )
+        # Unlike OVPATCH=-name, these variables leave the other features of the user as they are.
+        without = " ".join(f"{settings.make_variable_name(record.found.name)}=0" for record in refused)
         raise FeatureError(
-            f"cannot apply {'; '.join(lines)}. Nothing was changed. {rule}; remove the cause, or "
-            f"continue without it: OVPATCH=-{first}."
+            f"{'; '.join(lines)}. Nothing was changed. {rule}; remove the cause, or continue "
+            f"without: {without}."
         )
 
 

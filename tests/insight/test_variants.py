@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from ovpatch.cli import command_line
-from ovpatch.insight import launch, variants
+from ovpatch.insight import launch, steps, variants
 from ovpatch.insight.variants import Outcome, find_failure, find_rank_ends
 from ovpatch.session import worker_orders
 from ovpatch.settings.settings import SettingsError
@@ -106,6 +107,25 @@ def test_a_step_is_one_turn_of_all_optimizers_and_a_slow_rank_finds_its_peers_st
     assert "turn 2" not in outcome.log.read_text()
     assert outcome.applied == []
     assert outcome.report is None
+
+
+@pytest.mark.slow
+def test_a_launcher_that_waits_for_other_nodes_after_its_ranks_have_left_is_ended(run, monkeypatch):
+    monkeypatch.setattr(variants, "_OUTLIVE_TIMEOUT_S", 0.5)  # expires
+    waits = ["sh", "-c", '"$@"; exec sleep 1000', "sh", *preloaded()]
+    outcome = run("while True: step()", launcher=waits)
+    assert (outcome.code, outcome.timed_out) == (0, False), outcome.read_failure()
+    assert counted(outcome) == {"rank0": 3, "rank1": 3}
+
+
+def test_ranks_whose_processes_have_all_ended_are_found(monkeypatch, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for rank, pid in ((0, os.getpid()), (1, ended.pid), (2, ended.pid + worker_orders.MAX_PID)):
+        (tmp_path / f"process-{pid}.json").write_text(json.dumps({"rank": str(rank)}))
+    monkeypatch.setattr(variants, "_is_alive", lambda pid, folder: pid == os.getpid())
+    # Rank 2 is on another host, and rank 3 has not signed in.
+    assert steps.find_ended_ranks(tmp_path, range(4)) == {1}
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ CASES = [
          patched=1.9, reordered=1.5, ran=NOISE_RUNS),
     case("within the floor, where stock moves nothing", Conclusion.FLOOR,
          "rerun: all bits equal; reordered: all bits equal", "allowed 1 value (floor): no more than 1e-06",
-         head=f"{REST} at most 1e-06 (a)\n", patched=1.0 + 5e-7),
+         head=f"{REST} at most 1e-06; stock repeats all bits (a)\n", patched=1.0 + 5e-7),
     case("within the floor, where stock moves less", Conclusion.NOISE, "allowed 1 value (floor): no more than 1e-06",
          head=f"{NEAR} (a)\n",
          patched=1.0 + 5e-7, reordered=1.0 + 1.2e-7),

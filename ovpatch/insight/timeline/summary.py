@@ -418,8 +418,9 @@ class Cost:
 
     def __str__(self) -> str:
         shortest, longest = (f"{time * 1e3:.1f}" for time in self.spread)
-        recorded = f"{self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps)"
-        unrecorded = f"{self.unrecorded * 1e3:.1f} ms beside ({self.counts[1]} steps, {shortest} to {longest} ms)"
+        steps = [f"{count} step{'s' if count > 1 else ''}" for count in self.counts]
+        recorded = f"{self.recorded * 1e3:.1f} ms recorded ({steps[0]})"
+        unrecorded = f"{self.unrecorded * 1e3:.1f} ms beside ({steps[1]}, {shortest} to {longest} ms)"
         return f"recording cost {self.share:+.1%}: a step took {recorded}, {unrecorded}"
 
 

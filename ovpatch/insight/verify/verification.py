@@ -610,7 +610,7 @@ class _Verifier:
         elif conclusion is Conclusion.FLOOR:
             text = (
                 f"{compared.values - unequal} of {scope} have stock's bits, and the rest differs "
-                f"by at most {equality.FLOOR:g}"
+                f"by at most {equality.FLOOR:g}; stock repeats all bits"
             )
         else:
             text = (
@@ -624,9 +624,12 @@ class _Verifier:
 
     def _describe_common_end(self) -> str:
         """Return up to which step runs are equal that both fail, and their common end."""
+        stock = self._outcomes["stock"]
+        # Some ranks may have made one step more.
+        steps = min(self._compared.steps, variants.read_slowest_step(stock.folder))
         return (
-            f"equal up to step {self._compared.steps}, where the script itself fails, stock and "
-            f"patched, {_describe_end(self._outcomes['stock'])}: {self._describe_scope()}"
+            f"equal up to step {steps}, where the script itself fails, stock and "
+            f"patched, {_describe_end(stock)}: {self._describe_scope()}"
         )
 
     def _describe_difference(self, wrong: str) -> str:

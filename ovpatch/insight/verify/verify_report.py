@@ -93,7 +93,7 @@ def _describe_bits(result: Verification) -> str:
         return "all equal"
     details = "noise not measured"
     if result.is_noise_known:
-        details = f"{len(compared.different)} of them by more than noise"
+        details = f"{len(compared.different)} of them by more than is allowed"
     return f"{len(compared.findings)} values are not bitwise equal, {details}"
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch_plugins.ddp import ddp_report as report
-from ovpatch_plugins.ddp.ddp_report import COUNTERS
+from ovpatch_plugins.ddp.ddp_report import COUNTERS, note
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -148,9 +148,9 @@ class DDPAttachment:
                 param_to_name_mapping,
                 static_graph,
             )
-            # There is nothing to reduce.
             if ddp.process_group.size() == 1:
                 stock()
+                note("a model is wrapped for one rank, so there is nothing to reduce")
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.comm.consensus import check_consistent

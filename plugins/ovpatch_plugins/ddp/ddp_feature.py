@@ -131,7 +131,7 @@ def list_remarks() -> Sequence[str]:
     from ovpatch_plugins.ddp import ddp_report as report
     from ovpatch_plugins.ddp.ddp_report import COUNTERS
 
-    if not (COUNTERS.models or COUNTERS.stock_models):
+    if not (COUNTERS.models or COUNTERS.stock_models or report.REMARKS):
         # The report shows the error itself if wrapping a model has failed.
         reason = "" if list_failures("ddp") else report.describe_other_reducers()
         return [reason] if reason else []

@@ -459,8 +459,11 @@ def test_the_search_for_early_models_runs_no_code_of_classes_and_keeps_none():
 
 
 def alone() -> dict[str, Any]:
-    result = both(loop_alone)
-    return {**result, "report": ovpatch.report().to_json()}
+    with ovpatch.applied("ddp"):
+        remarks = {"before": list(ddp_feature.list_remarks())}
+        result = both(loop_alone)
+        remarks["after"] = list(ddp_feature.list_remarks())
+    return {**result, "remarks": remarks}
 
 
 def loop_alone() -> list[Record]:
@@ -471,6 +474,9 @@ def test_one_rank_alone_trains_as_in_stock_pytorch_and_is_no_fallback(ranks):
     (result,) = ranks(1)(alone)
     compare(result["stock"], result["patched"]).assert_bitwise()
     assert result["counters"]["stock_models"] == 0
+    assert result["remarks"]["after"] == [
+        "a model is wrapped for one rank, so there is nothing to reduce"
+    ]
 
 
 def surfaces() -> dict[str, bool]:
