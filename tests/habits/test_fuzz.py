@@ -22,6 +22,8 @@ FOUND = (
     "wrap_after_deletion+freeze_for_a_while/ddp+dist_optimizer/w2/101533",
     "sparse_embedding+embedding+same_gradient_for_two/ddp+dist_optimizer/w2/993296",
     "weight_norm+adagrad+over_a_mesh+early_optimizer+state_at_the_end/ddp+dist_optimizer/w2/5",
+    "fused+scaler+keep_gradients/ddp+dist_optimizer/w2/1",
+    "fused+scaler+gradients_by_numpy+freeze_with_its_gradient/ddp+dist_optimizer/w2/651405",
 )
 
 

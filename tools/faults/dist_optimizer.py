@@ -16,6 +16,20 @@ _RUN_AHEAD: Final = (
 
 FAULTS: Final = (
     Fault(
+        "local gradients that the script restores count as reduced",
+        _SHARDING + "sharded_grads.py",
+        "        model.is_local |= get_grad(model.params[index]) is not grad\n",
+        "",
+        ("tests/plugins/dist_optimizer/test_put_aside.py",),
+    ),
+    Fault(
+        "a fused step unscales this rank's part of a full gradient only",
+        _SHARDING + "sharded_optimizer.py",
+        'is_unscaling = vars(optimizer).get("grad_scale") is not None',
+        "is_unscaling = False",
+        ("tests/habits/test_fuzz.py::test_cells_that_random_runs_found_are_as_in_stock_pytorch",),
+    ),
+    Fault(
         "a norm is that of this rank's shard",
         _SHARDING + "clip_grad.py",
         "    dist.all_reduce(powers, group=group)\n",
@@ -403,7 +417,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a gradient that was read is clipped without its shard",
-        _SHARDING + "clip_grad.py",
+        _SHARDING + "sharded_param.py",
         "model.reduced_shard(index).copy_(model.local_shard(index))",
         "pass",
         (_SHARDING_TESTS + "test_reads_of_gradients.py",),
@@ -424,7 +438,7 @@ FAULTS: Final = (
     ),
     Fault(
         "the shard of a full gradient does not follow an update in place",
-        _SHARDING + "clip_grad.py",
+        _SHARDING + "sharded_param.py",
         "                    model.reduced_shard(index).copy_(model.local_shard(index))",
         "                    pass",
         (_SHARDING_TESTS + "test_clipping.py",),

@@ -27,6 +27,7 @@ from ovpatch_plugins.dist_optimizer.sharded_param import (
     attach_shards,
     call_with_params,
     detach_shards,
+    updating_shards,
 )
 from ovpatch_plugins.dist_optimizer.step_patches import get_dynamo_callback
 from ovpatch_plugins.dist_optimizer.vote_tags import vote
@@ -144,14 +145,14 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         if not places:
             original(given, max_norm, total_norm, foreach)
             return
-        # _updating_shards() makes the shards of full gradients follow, so these are scaled in full.
+        # updating_shards() makes the shards of full gradients follow, so these are scaled in full.
         lazy = {key: place for key, place in places.items() if not _has_full_grad(place)}
         holders = [_GradHolder(shards.reduced_shard(index)) for shards, index in lazy.values()]
         full = [param for param in given if id(param) not in lazy]
         if is_called_by_script:
             models = sharded_grads.sort_models(shards for shards, _ in places.values())
             _meet(total_norm, dict.fromkeys(shards.group for shards in models))
-        with _updating_shards(list(places.values())):
+        with updating_shards(list(places.values())):
             original([*full, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
@@ -384,7 +385,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=communicator)
         changed = [(sharded.shards, sharded.index) for sharded in params]
         unscale = functools.partial(original, self, optimizer, inv_scale, found_inf, allow_fp16)
-        with _updating_shards(changed):
+        with updating_shards(changed):
             found = _call_with_shards(optimizer, params, unscale)
         # The call above has found only the infinities of this rank's shards.
         for device, seen in seen_infs.items():
@@ -415,31 +416,3 @@ def _call_with_shards(
         return result
     finally:
         detach_shards(lazy)
-
-
-class _updating_shards:
-    """A block that updates sharded gradients in place, on all ranks.
-
-    A rank may have materialized a gradient. The block changes the full gradient there, and the
-    shard follows, because peers read the shard.
-    """
-
-    # A step enters it, and a generator of contextlib would cost several times as much.
-
-    __slots__ = ("_models", "_places")
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-
-    def __enter__(self) -> None:
-        self._models = list(dict.fromkeys(model for model, _ in self._places))
-        for model in self._models:
-            model.versions.begin_update()
-
-    def __exit__(self, *_error: object) -> None:
-        with torch.no_grad():
-            for model, index in self._places:
-                if model.has_grad(index) and not model.is_lazy(index):
-                    model.reduced_shard(index).copy_(model.local_shard(index))
-        for model in self._models:
-            model.versions.end_update()

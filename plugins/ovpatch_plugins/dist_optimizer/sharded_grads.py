@@ -190,6 +190,10 @@ class ShardedGrads(GradSharder, GradSource):
         # Whether this rank needs fp32 in the running backward.
         self._must_send_fp32 = False
 
+        # The tensors that were `p.grad` after the last backward, if the script has put local
+        # gradients aside before it; {} until its end, and None otherwise.
+        self.grads_after_local: dict[int, weakref.ref[Tensor] | None] | None = None
+
         # - Steps
         self.is_detached = False
         self.is_stock = False
@@ -320,6 +324,8 @@ class ShardedGrads(GradSharder, GradSource):
         retained = self._values.get(retention.Retention)
         if retained is not None and retained.before_backward:
             retention.prepare_backward(self.group)
+        if self.is_local and not any(map(self.has_grad, range(len(self.params)))):
+            self.grads_after_local = {}
         if self._grads.grads:
             last_grads = self.last_grads()
             self._grads.grads.clear()
@@ -429,6 +435,11 @@ class ShardedGrads(GradSharder, GradSource):
 
     def fill_shared_grads(self) -> None:
         """Fill the gradients whose memory the script holds; all buckets have been unpacked."""
+        if self.grads_after_local is not None:
+            self.grads_after_local = {
+                index: None if grad is None else weakref.ref(grad)
+                for index, grad in enumerate(map(get_grad, self.params))
+            }
         if GradState.ALIASED not in self._grads.states:
             return
         aliased = [i for i, state in enumerate(self._grads.states) if state is GradState.ALIASED]
@@ -562,6 +573,8 @@ class ShardedGrads(GradSharder, GradSource):
             self.is_detached or self.is_replaced
         )
         has_begun = bool(text) or self.backwards > 0
+        if self.grads_after_local:
+            note_restored_grads(self)
         if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
             return
         # Ranks have left this model to torch together. A rank may have freed it since, and then
@@ -694,6 +707,14 @@ def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     return sorted(
         dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity)
     )
+
+
+def note_restored_grads(model: ShardedGrads) -> None:
+    """Note that gradients are local again if the script has restored any that it had put aside."""
+    for index, reference in (model.grads_after_local or {}).items():
+        grad = None if reference is None else reference()
+        model.is_local |= get_grad(model.params[index]) is not grad
+    model.grads_after_local = None
 
 
 def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> bool:

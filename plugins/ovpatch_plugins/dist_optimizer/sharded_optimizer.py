@@ -53,7 +53,11 @@ from ovpatch_plugins.dist_optimizer.main_params import (
 )
 from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, call_with_params
+from ovpatch_plugins.dist_optimizer.sharded_param import (
+    ShardedParam,
+    call_with_params,
+    unscaling_grads,
+)
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
 from ovpatch_plugins.dist_optimizer.vote_tags import tag_votes
@@ -227,7 +231,13 @@ class ShardedOptimizer:
         try:
             self._sync.begin_update(params)
             try:
-                result = self._step_shards(stock_step, optimizer, args, kwargs)
+                # A GradScaler has left it to the kernels of a fused step to unscale gradients.
+                is_unscaling = vars(optimizer).get("grad_scale") is not None
+                if is_unscaling and optimizer.defaults.get("fused"):
+                    with unscaling_grads(params, optimizer):
+                        result = self._step_shards(stock_step, optimizer, args, kwargs)
+                else:
+                    result = self._step_shards(stock_step, optimizer, args, kwargs)
             except Exception:
                 # Peers may have updated their shards, so a graph over these parameters is stale
                 # here as well. They wait for the gather, too, because an error may be this rank's
@@ -481,6 +491,8 @@ class ShardedOptimizer:
         # would be a call.
         is_leaving = False
         for model in tags:
+            if model.grads_after_local:
+                sharded_grads.note_restored_grads(model)
             is_leaving |= model.is_local or model.is_stock
         spans_groups = len(tags) > 1 and len({model.group for model in tags}) > 1
         agreed = []

@@ -12,8 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.lifetimes import outside_modes
+from ovpatch.overlap.data_parallel.grad_bucket import get_grad
 from ovpatch.overlap.data_parallel.grad_hooks import all_trained
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.shard import view_flat
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 _CONTIGUOUS: Final = (1,)
@@ -156,6 +158,79 @@ def detach_shards(params: Sequence[ShardedParam]) -> None:
         if sharded.memory is None:
             sharded.shard_param.data = sharded.empty
         sharded.shard_param.grad = None
+
+
+class updating_shards:
+    """A block that updates sharded gradients in place, on all ranks.
+
+    A rank may have materialized a gradient. The block changes the full gradient there, and the
+    shard follows, because peers read the shard.
+    """
+
+    # A step enters it, and a generator of contextlib would cost several times as much.
+
+    __slots__ = ("_models", "_places")
+
+    def __init__(self, places: Sequence[tuple[ShardedGrads, int]]) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._models = list(dict.fromkeys(model for model, _ in self._places))
+        for model in self._models:
+            model.versions.begin_update()
+
+    def __exit__(self, *_error: object) -> None:
+        with torch.no_grad():
+            for model, index in self._places:
+                if model.has_grad(index) and not model.is_lazy(index):
+                    model.reduced_shard(index).copy_(model.local_shard(index))
+        for model in self._models:
+            model.versions.end_update()
+
+
+class unscaling_grads(updating_shards):
+    """A block with a fused step that unscales gradients.
+
+    Its kernels write this rank's shards, so shards have a new version. The rest of full gradients follows.
+    """
+
+    __slots__ = ("_optimizer", "_params")
+
+    def __init__(self, params: Sequence[ShardedParam], optimizer: Optimizer) -> None:
+        self._params = params
+        self._optimizer = optimizer
+        sharded = [(param.shards, param.index) for param in params]
+        super().__init__([place for place in sharded if place[0].is_sharded(place[1])])
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            _unscale_rest(self._params, self._optimizer)
+        super().__exit__(*error)
+
+
+@torch.no_grad()
+def _unscale_rest(params: Iterable[ShardedParam], optimizer: Optimizer) -> None:
+    """Unscale the elements of gradients that the kernels of a fused step have not seen."""
+    values = vars(optimizer)
+    scale, found_inf = values["grad_scale"], values.get("found_inf")
+    if found_inf is not None:
+        # The kernels change nothing then. The host does not wait for the flag.
+        scale = torch.where(found_inf.bool(), torch.ones_like(scale), scale)
+    for sharded in params:
+        grad, dtype = get_grad(sharded.param), sharded.param.dtype
+        if grad is None:
+            continue
+        if sharded.shards.is_lazy(sharded.index):
+            shard = sharded.shards.reduced_shard(sharded.index)
+            rest = [] if shard.dtype is dtype else [shard]
+        elif grad.dtype is dtype and grad.stride() == sharded.strides:
+            elements = view_flat(grad)
+            rest = [elements[: sharded.begin], elements[sharded.begin + sharded.shard.numel :]]
+        else:
+            # The kernels have seen a copy.
+            rest = [grad]
+        for tensor in rest:
+            tensor.div_(scale)
 
 
 def call_with_params(
