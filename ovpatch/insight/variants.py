@@ -343,9 +343,9 @@ def run_variant(
 
 # Seconds for processes to write their stacks.
 _WRITING: Final = 2.0
-# Seconds that a command may take after all ranks that it started here have left. torchrun waits 300 for nodes on which
-# ranks continue or have failed.
-_OUTLIVE_TIMEOUT_S: Final = 20.0
+# Seconds that a command may take after all ranks that it started here have left; it may start another program.
+# torchrun waits 300 for nodes on which ranks continue or have failed.
+_OUTLIVE_TIMEOUT_S: Final = 60.0
 
 
 class _Watchdog:
