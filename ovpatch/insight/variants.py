@@ -343,8 +343,8 @@ def run_variant(
 
 # Seconds for processes to write their stacks.
 _WRITING: Final = 2.0
-# Seconds that a command may take after all ranks that it started here have left; it may start another program.
-# torchrun waits 300 for nodes on which ranks continue or have failed.
+# Seconds that a command of a job on several nodes may take after all ranks that it started here have left: torchrun
+# waits 300 for nodes on which ranks continue or have failed.
 _OUTLIVE_TIMEOUT_S: Final = 60.0
 
 
@@ -364,10 +364,10 @@ class _Watchdog:
         self._news = time.monotonic()
         self._interrupted: float | None = None
         self._ended = False
-        # The time at which all ranks had left; None before.
+        # The time since which all ranks have left; None while one has not.
         self._left: float | None = None
         self.timed_out = False
-        # Whether the command was ended because all ranks had left.
+        # Whether the command was ended because it only waited for other nodes.
         self.has_outlived = False
 
     def check_job(self, job: launch.Command) -> None:
@@ -386,11 +386,9 @@ class _Watchdog:
             self._progress(read_slowest_step(self._folder))
         if any(self._folder.glob("failed-*.json")) or self._should_stop():
             self._end(job)
-        elif self._have_left():
-            self._left = self._left or time.monotonic()
-            if time.monotonic() - self._left > _OUTLIVE_TIMEOUT_S:
-                self.has_outlived = True
-                self._end(job, 1.0)
+        elif self._outlives_ranks():
+            self.has_outlived = True
+            self._end(job, 1.0)
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
             for pid in list_processes(self._folder):
@@ -398,10 +396,15 @@ class _Watchdog:
             time.sleep(_WRITING)
             self._end(job)
 
-    def _have_left(self) -> bool:
-        """Return whether all processes that stepped left after the ordered steps, and no process is alive."""
+    def _outlives_ranks(self) -> bool:
+        """Return whether a launcher of several nodes still runs, long after its ranks here have left."""
         beats, marks = (len(list(self._folder.glob(f"{kind}-*"))) for kind in ("beat", "left"))
-        return 0 < beats <= marks and not list_processes(self._folder)
+        if not 0 < beats <= marks or list_processes(self._folder):
+            self._left = None
+            return False
+        self._left = self._left or time.monotonic()
+        is_late = time.monotonic() - self._left > _OUTLIVE_TIMEOUT_S
+        return is_late and bool(describe_node(self._folder))
 
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True

@@ -235,7 +235,9 @@ class FeaturePlan:
             else "A feature that is requested by name must run"
         )
         # Unlike OVPATCH=-name, these variables leave the other features of the user as they are.
-        without = " ".join(f"{settings.make_variable_name(record.found.name)}=0" for record in refused)
+        without = " ".join(
+            f"{settings.make_variable_name(record.found.name)}=0" for record in refused
+        )
         raise FeatureError(
             f"{'; '.join(lines)}. Nothing was changed. {rule}; remove the cause, or continue "
             f"without: {without}."

@@ -75,17 +75,13 @@ _parts(
     "nested containers",
 )
 _parts(
-    "state_outside",
-    "A block keeps its state in a global variable, an object, a class or a closure.",
+    "generator_outside",
+    "A block draws from a generator in a global variable, an object or a closure.",
     "generator of the script",
     "generator of the script, and its numbers are not saved",
     "generator in an object",
     "generators in a list in an attribute's object",
-    "counter in an object",
-    "global counter",
-    "global list",
-    "counter in a class",
-    "counter and generator in a closure",
+    "generator in a closure",
 )
 _parts(
     "forward_hooks_inside",

@@ -50,6 +50,12 @@ def step(optimizer=sgd):
 """
 
 
+ALONE_HEAD = """
+import torch
+sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+"""
+
+
 @pytest.fixture
 def run(tmp_path):
     def run(body, variant=STOCK, head=HEAD, launcher=None, **more):
@@ -112,10 +118,23 @@ def test_a_step_is_one_turn_of_all_optimizers_and_a_slow_rank_finds_its_peers_st
 @pytest.mark.slow
 def test_a_launcher_that_waits_for_other_nodes_after_its_ranks_have_left_is_ended(run, monkeypatch):
     monkeypatch.setattr(variants, "_OUTLIVE_TIMEOUT_S", 0.5)  # expires
+    # Another node has the remaining rank.
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
     waits = ["sh", "-c", '"$@"; exec sleep 1000', "sh", *preloaded()]
-    outcome = run("while True: step()", launcher=waits)
+    outcome = run("while True: sgd.step()", launcher=waits, head=ALONE_HEAD)
     assert (outcome.code, outcome.timed_out) == (0, False), outcome.read_failure()
-    assert counted(outcome) == {"rank0": 3, "rank1": 3}
+    assert counted(outcome) == {"rank0": 3}
+    assert variants.describe_node(outcome.folder) == "this node saw rank 0 of 2"
+
+
+@pytest.mark.slow
+def test_a_command_may_continue_after_its_ranks_have_left(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(variants, "_OUTLIVE_TIMEOUT_S", 0.1)  # expires
+    then = ["sh", "-c", f'"$@"; sleep 2; touch {tmp_path}/evaluated; exit 5', "sh", *preloaded()]
+    outcome = run("while True: sgd.step()", launcher=then, head=ALONE_HEAD)
+    assert (outcome.code, (tmp_path / "evaluated").exists()) == (5, True)
 
 
 def test_ranks_whose_processes_have_all_ended_are_found(monkeypatch, tmp_path):

@@ -420,7 +420,9 @@ class Cost:
         shortest, longest = (f"{time * 1e3:.1f}" for time in self.spread)
         steps = [f"{count} step{'s' if count > 1 else ''}" for count in self.counts]
         recorded = f"{self.recorded * 1e3:.1f} ms recorded ({steps[0]})"
-        unrecorded = f"{self.unrecorded * 1e3:.1f} ms beside ({steps[1]}, {shortest} to {longest} ms)"
+        unrecorded = (
+            f"{self.unrecorded * 1e3:.1f} ms beside ({steps[1]}, {shortest} to {longest} ms)"
+        )
         return f"recording cost {self.share:+.1%}: a step took {recorded}, {unrecorded}"
 
 

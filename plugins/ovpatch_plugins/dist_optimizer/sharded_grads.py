@@ -712,8 +712,8 @@ def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
 def note_restored_grads(model: ShardedGrads) -> None:
     """Note that gradients are local again if the script has restored any that it had put aside."""
     for index, reference in (model.grads_after_local or {}).items():
-        grad = None if reference is None else reference()
-        model.is_local |= get_grad(model.params[index]) is not grad
+        last, grad = None if reference is None else reference(), get_grad(model.params[index])
+        model.is_local |= grad is not None and grad is not last
     model.grads_after_local = None
 
 

@@ -230,7 +230,7 @@ def _unscale_rest(params: Iterable[ShardedParam], optimizer: Optimizer) -> None:
             # The kernels have seen a copy.
             rest = [grad]
         for tensor in rest:
-            tensor.div_(scale)
+            tensor.div_(scale.to(tensor.device))
 
 
 def call_with_params(

@@ -6,11 +6,12 @@ import copy
 import ctypes
 import functools
 import operator
+import pickle
 import random
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
@@ -20,13 +21,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.tensors.linear_ops import RandomStream, is_generator_class, make_random_stream
-from ovpatch_plugins.recompute.code_state import PLAIN, CodeState
 from ovpatch_plugins.recompute.recompute_report import note
 
-# The keys of the set of tensors that a block's forward changes in place, and of whether it changes state
-# outside of its modules.
+# The key of the set of tensors that a block's forward changes in place.
 _CHANGING: Final = "recompute: changing"
-_CHANGES_OUTSIDE: Final = "recompute: changes state outside of its modules"
 
 
 class RandomState:
@@ -34,16 +32,21 @@ class RandomState:
 
     The states of torch's generators of the CPU and of the inputs' devices are always kept. The states of
     generators that are arguments, or attributes of the block's modules, are always kept as well. The states
-    of the global generators of Python and numpy are kept if the forward has moved them.
+    of other generators, and of the global ones of Python and numpy, are kept if the forward has moved them.
 
     Args:
         tensors: The tensors among the block's arguments.
         generators: Generators of torch, Python or numpy.
+        outside: Generators outside of the block's modules.
         draws_from_numpy: Whether to read numpy's full state, which is slow compared to a small block.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], generators: Sequence[Any], draws_from_numpy: bool
+        self,
+        tensors: Sequence[Tensor],
+        generators: Sequence[Any],
+        outside: Sequence[Any],
+        draws_from_numpy: bool,
     ) -> None:
         self._cpu = torch.get_rng_state()
         on_devices = {
@@ -57,6 +60,10 @@ class RandomState:
         for generator in {id(generator): generator for generator in generators}.values():
             stream = make_random_stream(generator)
             self._streams.append((stream, stream.read()))
+        kept = set(map(id, generators))
+        streams = [make_random_stream(found) for found in outside if id(found) not in kept]
+        # Streams that the forward may move, with their states before it; empty after it.
+        self._other_streams = [(stream, stream.read()) for stream in streams]
         self._python: Any = random.getstate()
         self._numpy: Any = _NUMPY.read() if draws_from_numpy else None
         self._numpy_position = _read_numpy_position()
@@ -70,6 +77,10 @@ class RandomState:
         Raises:
             KeyError: The forward drew from numpy, and numpy's state was not read before.
         """
+        for stream, state in self._other_streams:
+            if not _is_same_state(state, stream.read()):
+                self._streams.append((stream, state))
+        self._other_streams = []
         after = random.getstate()
         # The 624 words of the tuple change only together with the position after them, or with the first word.
         if (after[1][-1], after[1][0], after[2]) != (
@@ -105,6 +116,13 @@ class RandomState:
             finally:
                 for stream, state in now:
                     stream.write(state)
+
+
+def _is_same_state(state: Any, later: Any) -> bool:
+    if isinstance(state, Tensor):
+        return torch.equal(state, later)
+    # A state of numpy has arrays.
+    return pickle.dumps(state) == pickle.dumps(later)
 
 
 def _read_numpy() -> Any:
@@ -209,28 +227,24 @@ class Params:
 
 
 class ModuleState:
-    """The values that a block's forward changes, as they are before: state of modules, and state that their code names.
+    """The buffers and attributes of a block's modules that its forward changes, as they are before it.
 
-    The state of a module is its buffers and attributes. Counters, caches and running averages are examples.
-    The recomputation starts from these values and then restores the values of the forward, so the values
-    change once, as in stock PyTorch. Values are compared after the forward; lists, dictionaries and sets are
-    compared by their items. At the block's first forward, the versions of tensors, also of those in lists
-    and dictionaries, show which of them it changes in place. Batch norm changes its averages without a new
-    version.
-
-    Code is read in the calls 0, 1, 2, 4, 8, ... of a block, and in each call once it has led to a random
-    generator or to a value that the forward changes.
+    Counters, caches and running averages are examples. The recomputation starts from these values and then
+    restores the values of the forward, so the values change once, as in stock PyTorch. Attributes are
+    compared after the forward; lists, dictionaries and sets are compared by their items. At the block's
+    first forward, the versions of tensors, also of those in lists and dictionaries, show which of them it
+    changes in place. Batch norm changes its
+    averages without a new version.
 
     Args:
         block: The block.
         modules: The block and the modules inside of it.
-        number: Number of the block's earlier calls.
 
     Attributes:
-        generators: The random generators among the state.
+        generators: The random generators among the attributes.
     """
 
-    def __init__(self, block: nn.Module, modules: Sequence[nn.Module], number: int) -> None:
+    def __init__(self, block: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._block = block
         self._modules = modules
         # The tensors that earlier forwards changed in place; None in the first forward.
@@ -240,33 +254,10 @@ class ModuleState:
         self._places: list[_Place] = []
         for module in modules:
             if module._buffers:
-                averages = module.training and getattr(module, "track_running_stats", False)
-                self._add_place(module, module._buffers, bool(averages))
+                self._places.append(_Place(module, module._buffers, self._known, self.generators))
             cls: Any = type(module)
             if _is_of_script(cls):
-                self._add_place(module, vars(module))
-        # The places that the code names; None if it is not read in this call.
-        self._outside: list[_Place] | None = None
-        # Whether the code leads to a random generator.
-        self._draws_outside = False
-        self._number = number
-        if is_power_of_two(number) or attached_values(block).get(_CHANGES_OUTSIDE, False):
-            self._add_outside()
-
-    def _add_place(
-        self, owner: object, values: MutableMapping[str, Any], has_averages: bool = False
-    ) -> None:
-        place = _Place(owner, values, has_averages, self._known, self.generators)
-        self._places.append(place)
-
-    def _add_outside(self) -> None:
-        inside, generators = len(self._places), len(self.generators)
-        code = CodeState(self._modules)
-        self.generators += code.generators
-        for values in code.places:
-            self._add_place(values.owner, values)
-        self._outside = self._places[inside:]
-        self._draws_outside = len(self.generators) > generators
+                self._places.append(_Place(module, vars(module), self._known, self.generators))
 
     def end_forward(self) -> None:
         """Find the values that the forward has changed.
@@ -279,17 +270,7 @@ class ModuleState:
             changed |= place.end_forward(self._known or frozenset())
         if self._known is None or not changed <= self._known:
             attached_values(self._block)[_CHANGING] = frozenset(changed.union(self._known or ()))
-        if self._outside is not None:
-            self._note_changes_outside(self._outside)
-            self._outside = None
         self._places = [place for place in self._places if place.before]
-
-    def _note_changes_outside(self, places: Sequence[_Place]) -> None:
-        has_changed = self._draws_outside or any(place.before for place in places)
-        kept = attached_values(self._block)
-        # The first call may only import or cache something.
-        is_known = self._number > 1 and kept.get(_CHANGES_OUTSIDE, False)
-        kept[_CHANGES_OUTSIDE] = has_changed or is_known
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -333,14 +314,7 @@ class _Weak(NamedTuple):
 
 
 class _Place:
-    """Values by name: the buffers or attributes of a module, or values that its code names elsewhere.
-
-    Args:
-        owner: What has the values.
-        values: The values.
-        has_averages: Whether the forward changes tensors without a new version.
-        known: The owners' identities and names of tensors that forwards change; None in the first forward.
-        generators: A list to which the random generators among the values are added.
+    """A dictionary of a module: its buffers or its attributes.
 
     Attributes:
         before: The values that the forward has changed, as they were before. During the forward, all values.
@@ -348,15 +322,19 @@ class _Place:
 
     def __init__(
         self,
-        owner: object,
-        values: MutableMapping[str, Any],
-        has_averages: bool,
+        module: nn.Module,
+        values: dict[str, Any],
         known: Container[tuple[int, str]] | None,
         generators: list[Any],
     ) -> None:
-        self._owner = owner
+        self._module = module
         self._values = values
-        self._has_averages = has_averages
+        averages = (
+            values is module._buffers
+            and module.training
+            and getattr(module, "track_running_stats", False)
+        )
+        self._has_averages = bool(averages)
         self.before: dict[str, Any] = dict(values)
         # - State of before the forward, by name; empty afterwards
         # Copies of lists, dictionaries and sets.
@@ -368,13 +346,13 @@ class _Place:
         for name in values.keys() - _MODULE_FIELDS:
             value = values[name]
             cls: Any = type(value)
-            if cls in PLAIN:
+            if cls in _PLAIN:
                 continue
             if cls in _CONTAINERS:
                 self._copies[name] = _copy_container(value)
             if tensors := list(_list_tensors(value)):
                 self._versions[name] = list(map(_version, tensors))
-                if known is None or has_averages or (id(owner), name) in known:
+                if known is None or averages or (id(module), name) in known:
                     self._clones[name] = {id(tensor): tensor.detach().clone() for tensor in tensors}
             elif is_generator_class(cls):
                 generators.append(value)
@@ -386,14 +364,14 @@ class _Place:
             KeyError: A tensor was changed in place for the first time in a later forward.
         """
         before, self.before, written = self.before, {}, set()
-        values, owner = self._values, self._owner
+        values, module = self._values, self._module
         is_rebound = len(values) != len(before) or not all(
             map(operator.is_, values.values(), before.values())
         )
         for name in before if is_rebound else (*self._versions, *self._copies):
             if name in _MODULE_FIELDS:
                 continue
-            value, key = before[name], (id(owner), name)
+            value, key = before[name], (id(module), name)
             kept = self._copies.get(name, value)
             tensors = list(_list_tensors(kept)) if name in self._versions else []
             changed = {
@@ -438,6 +416,10 @@ class _Place:
 
 # The fields that each module has; they are no state of the computation.
 _MODULE_FIELDS: Final = frozenset(vars(nn.Module()))
+# Types whose values cannot change.
+_PLAIN: Final = frozenset(
+    {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
 _LISTS: Final = (list, deque)
 _DICTIONARIES: Final = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS: Final = frozenset({*_LISTS, *_DICTIONARIES, set})

@@ -33,14 +33,17 @@ from ovpatch_plugins.recompute.forward_state import (
     find_tensors,
     is_power_of_two,
 )
+from ovpatch_plugins.recompute.generator_search import find_generators
 from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 
 # The key of a call in the metadata of the nodes that made the block's outputs.
 _KEY: Final = "ovpatch_recomputation"
-# The keys of a block's number of calls, and of whether its forward draws from numpy.
+# The keys of a block's number of calls, of whether its code names generators outside of its modules, and of
+# whether its forward draws from numpy.
 _CALLS: Final = "recompute: calls"
+_NAMES_GENERATORS: Final = "recompute: names generators"
 _DRAWS: Final = "recompute: draws from numpy"
 # A block is nearly through its backward when this part of its saved tensors, a quarter, is left.
 _NEARLY_USED_DIVISOR: Final = 4
@@ -142,9 +145,14 @@ class Recomputation:
         # Flags on devices: whether a tensor of the recomputation differs from its digest.
         self._doubts: list[Tensor] = []
         self._autocast = Autocast(tensors)
-        self._state = ModuleState(block, modules, number)
+        self._state = ModuleState(block, modules)
         generators += self._state.generators
-        self._random = RandomState(tensors, generators, is_early or kept.get(_DRAWS, False))
+        # Code that leads to no generator is read again in few calls.
+        outside = find_generators(modules) if is_early or kept.get(_NAMES_GENERATORS) else []
+        kept[_NAMES_GENERATORS] = bool(outside)
+        self._random = RandomState(
+            tensors, generators, outside, is_early or kept.get(_DRAWS, False)
+        )
         # None until the forward has ended.
         self._params: Params | None = None
         self.previous = _find_call(tensor.grad_fn for tensor in tensors)

@@ -6,7 +6,6 @@ Each part is alone in ``test_repeated.py``, and random models, also those of the
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import types
 from collections import defaultdict, deque
@@ -22,7 +21,6 @@ _GENERATOR = torch.Generator()
 CALLS: list[str] = []
 _SHARED = types.SimpleNamespace(calls=0, generator=random.Random(0))
 _COUNT = 0
-_SEEN: dict[str, list[float]] = {}
 _NUMBERS = itertools.count()
 
 
@@ -204,18 +202,9 @@ def _count_in_object(part: Part, x: Tensor) -> Tensor:
 
 
 def _count_globally(part: Part, x: Tensor) -> Tensor:
-    _raise_count()
-    return x + 0.1 * _COUNT + part.linear(x).sigmoid()
-
-
-def _raise_count() -> None:
     global _COUNT
     _COUNT += 1
-
-
-def _append_globally(part: Part, x: Tensor) -> Tensor:
-    _SEEN.setdefault("means", []).append(x.mean().item())
-    return scale(part, x, 0.1 * len(_SEEN["means"]))
+    return scale(part, x, 0.1 * _COUNT)
 
 
 class _CountedPart(Part):
@@ -228,15 +217,13 @@ def _count_in_class(part: Part, x: Tensor) -> Tensor:
 
 
 def _make_closure() -> Part:
-    calls, generator = 0, torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
 
-    def count_and_draw(part: Part, x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
+    def draw(part: Part, x: Tensor) -> Tensor:
         part.drawn = torch.rand(x.shape, generator=generator)
-        return x + part.drawn + scale(part, x, 0.1 * calls)
+        return x + part.drawn + scale(part, x, 0.0)
 
-    return Part(count_and_draw)
+    return Part(draw)
 
 
 class _Streams:
@@ -254,7 +241,7 @@ def _draw_in_object(part: Part, x: Tensor) -> Tensor:
     return scale(part, x * part.drawn, 0.0)
 
 
-# Parts whose state is outside of the modules, where names in their code lead to it.
+# Parts that draw from generators outside of the modules, to which names in their code lead.
 PARTS |= {
     "generator of the script": lambda: Part(
         lambda part, x: scale(part, x * (torch.rand(x.shape, generator=_GENERATOR) > 0.3), 0.0)
@@ -266,24 +253,16 @@ PARTS |= {
     "generators in a list in an attribute's object": lambda: Part(
         _draw_in_object, streams=_Streams()
     ),
-    "counter in an object": lambda: Part(_count_in_object),
-    "global counter": lambda: Part(_count_globally),
-    "global list": lambda: Part(_append_globally),
-    "counter in a class": lambda: _CountedPart(_count_in_class),
-    "counter and generator in a closure": _make_closure,
+    "generator in a closure": _make_closure,
 }
 
 # Parts whose state is out of reach.
 LOST: dict[str, Callable[[], nn.Module]] = {
     "iterator of the script": lambda: Part(lambda part, x: scale(part, x, 0.1 * next(_NUMBERS))),
-    "variable of the environment": lambda: Part(_count_in_environment),
+    "counter of the script": lambda: Part(_count_globally),
+    "counter in an object": lambda: Part(_count_in_object),
+    "counter in a class": lambda: _CountedPart(_count_in_class),
 }
-
-
-def _count_in_environment(part: Part, x: Tensor) -> Tensor:
-    calls = int(os.environ.get("CALLS_OF_A_TEST", "0")) + 1
-    os.environ["CALLS_OF_A_TEST"] = str(calls)
-    return scale(part, x, 0.1 * calls)
 
 
 class Stack(nn.Module):
@@ -314,10 +293,6 @@ def read_state(model: nn.Module) -> list[Tensor]:
         len(CALLS),
         torch.rand(2, generator=_GENERATOR),
         _SHARED.generator.random(),
-        _SHARED.calls,
-        _COUNT,
-        _CountedPart.counted,
-        len(_SEEN.get("means", ())),
     ]
     for part in model.modules():
         for name in ("calls", "total", "state", "cached", "loss", "drawn"):
@@ -342,8 +317,6 @@ def seed_streams() -> None:
     global _COUNT, _NUMBERS
     _COUNT = _CountedPart.counted = 0
     _NUMBERS = itertools.count()
-    _SEEN.clear()
-    os.environ.pop("CALLS_OF_A_TEST", None)
 
 
 def train(

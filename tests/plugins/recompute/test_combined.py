@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import queue
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -175,16 +174,15 @@ def test_tensor_parallelism(ranks: Any, world: int) -> None:
 
 def _order_of_a_backward() -> list[str]:
     """Return the gathers of gradients and the recomputations of one backward, in order."""
-    # A recomputation restores lists that the forward changes, and no queues.
-    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    events: list[str] = []
     gather, block = TPGroup.all_gather, tp_models.Block.forward
 
     def all_gather(self: Any, rows: torch.Tensor) -> Any:
-        events.put("gather")
+        events.append("gather")
         return gather(self, rows)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        events.put("block")
+        events.append("block")
         return block(self, x)
 
     with (
@@ -196,13 +194,9 @@ def _order_of_a_backward() -> list[str]:
         tp_models.parallel_llama(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
         torch.optim.SGD(model.parameters(), lr=0.1)
         loss = model.norm(_run_blocks(model)).to_local().sum()
-        _drain(events)
+        events.clear()
         loss.backward()
-    return _drain(events)
-
-
-def _drain(events: queue.SimpleQueue[str]) -> list[str]:
-    return [events.get() for _ in range(events.qsize())]
+    return events
 
 
 def _run_blocks(model: tp_models.Llama) -> Any:
@@ -280,15 +274,15 @@ def test_pipelines(ranks: Any, world: int) -> None:
 
 
 def _order_of_a_step() -> list[str]:
-    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    events: list[str] = []
     wait, block = Engine._wait_for, Block._compute
 
     def wait_for(self: Any, receive: Any) -> None:
-        events.put(f"wait {receive.action.kind.name}")
+        events.append(f"wait {receive.action.kind.name}")
         wait(self, receive)
 
     def compute(self: Any, x: torch.Tensor) -> torch.Tensor:
-        events.put("block")
+        events.append("block")
         return block(self, x)
 
     case = Case(part=_blocks(), microbatches=2, steps=1)
@@ -298,7 +292,7 @@ def _order_of_a_step() -> list[str]:
         ovpatch.applied("pipeline", "recompute"),
     ):
         train(case)
-    return _drain(events)
+    return events
 
 
 def test_a_block_is_recomputed_before_the_gradient_has_come(ranks: Any) -> None:

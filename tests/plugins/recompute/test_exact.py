@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -440,17 +439,18 @@ class _Breaks(Block):
     """A block that cannot be computed again, for the reason ``how``.
 
     Attributes:
-        forwards: A count of forwards that no recomputation restores, because it is an iterator.
+        forwards: A count of forwards that no recomputation restores, because it is an attribute of the class.
     """
 
-    forwards = itertools.count()
+    forwards = 0
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
-        has_run = next(_Breaks.forwards) > 1
+        has_run = _Breaks.forwards > 1
+        _Breaks.forwards += 1
         if self.how == "other tensors" and has_run:
             x = x * torch.ones(1, WIDTH)
         if self.how == "fewer tensors" and has_run:
@@ -475,7 +475,7 @@ BROKEN = {
 
 
 def _break(how: str) -> str:
-    _Breaks.forwards = itertools.count()
+    _Breaks.forwards = 0
     model = Decoder(lambda: _Breaks(how), layers=2)
     recompute(model)
     inputs = []
