@@ -403,7 +403,9 @@ class _Watchdog:
             self._left = None
             return False
         self._left = self._left or time.monotonic()
-        is_late = time.monotonic() - self._left > _OUTLIVE_TIMEOUT_S
+        # The time without a step must not count as a hang first.
+        limit = min(_OUTLIVE_TIMEOUT_S, self._timeout / 2)
+        is_late = time.monotonic() - self._left > limit
         return is_late and bool(describe_node(self._folder))
 
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
