@@ -252,6 +252,8 @@ CASES = [
          ends=ALL_FAIL, beats={"patched": 1}, blamed="a"),
     case("by the same exception", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 by ValueError: all",
          ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, f"{TRACEBACK}ValueError: no data: 1\n")),
+    case("a rank is a step ahead", Conclusion.FAILS_LATER, head=UNTIL.replace("step 2", "step 1"),
+         ends=ALL_FAIL, beats=dict.fromkeys(ALL_FAIL, 1)),
     case("by another exception", Conclusion.DIFFERENT, "with exit code 1 by a.b.OddError, stock",
          ends=ALL_FAIL, logs={"patched": OTHER_TRACEBACK}),
     case("by the same end of a rank", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 (rank 1: exit code 7): a",
