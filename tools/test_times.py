@@ -19,9 +19,10 @@ from typing import Any, Final
 
 import pytest
 
+from tools import plant_faults
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 TIMES: Final = ROOT / "build" / "test_times.jsonl"
-_RECORD: Final = ROOT / "tests" / "faults" / "caught.json"
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 # The number of catchers that a fault keeps, or all of them if there are fewer.
 _CATCHERS: Final = 2
@@ -40,17 +41,17 @@ def read_cpu_s() -> float:
     """Return the processor time of this process and of its living children, in seconds, with children that ended."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
-    for folder in os.listdir("/proc"):
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            text = Path("/proc", folder, "stat").read_text(encoding="utf-8", errors="replace")
+            # The name of the program, in brackets, may have spaces.
+            _, _, text = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
         except OSError:
-            # No process, or one that has just ended.
+            # The process has just ended.
             continue
-        # The name of the program, in brackets, may have spaces.
-        fields = text[text.rindex(")") + 2 :].split() if ")" in text else []
-        if folder.isdigit() and fields:
-            ticks[int(folder)] = sum(map(int, fields[11:15]))
-            children.setdefault(int(fields[1]), []).append(int(folder))
+        fields = text.split()
+        process = int(path.parent.name)
+        ticks[process] = sum(map(int, fields[11:15]))
+        children.setdefault(int(fields[1]), []).append(process)
     found, left = 0, [os.getpid()]
     while left:
         process = left.pop()
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"there is no {given.times}. Measure first: make pytest PYTEST_ARGS='-p tools.test_times'"
         )
     times = read_times(given.times)
-    found = propose(times, json.loads(_RECORD.read_text(encoding="utf-8")), given.at_least)
+    found = propose(times, plant_faults.read_record(), given.at_least)
     for test in found:
         print(f"{times[test]:6.2f} s  {test}")
     saved, total = sum(times[test] for test in found), sum(times.values())

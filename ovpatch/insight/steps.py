@@ -225,11 +225,10 @@ def find_ended_ranks(directory: Path, ranks: Collection[int]) -> set[int]:
     pids: dict[int, set[int]] = {}
     for pid, rank in variants.read_ranks(directory).items():
         pids.setdefault(int(rank), set()).add(pid)
-    here = worker_orders.MAX_PID
     return {
         rank
         for rank in ranks
-        if rank in pids and alive.isdisjoint(pids[rank]) and max(pids[rank]) < here
+        if rank in pids and alive.isdisjoint(pids[rank]) and max(pids[rank]) < worker_orders.MAX_PID
     }
 
 
@@ -254,11 +253,11 @@ def exit_with_peers(directory: Path) -> None:
     next_search = time.monotonic()
     while time.monotonic() < deadline:
         # A folder that several nodes share has marks of their ranks as well.
-        here = {rank for rank in node if not (directory / f"left-{rank}").exists()}
-        if here <= ended and left.find_missing() <= unobserved:
+        missing = {rank for rank in node if not (directory / f"left-{rank}").exists()}
+        if missing <= ended and left.find_missing() <= unobserved:
             break
         if time.monotonic() > next_search:
-            ended = find_ended_ranks(directory, here)
+            ended = find_ended_ranks(directory, missing)
             next_search = time.monotonic() + _SEARCH_INTERVAL_S
         time.sleep(0.02)
     worker_exit.write_report_now(is_last=True)

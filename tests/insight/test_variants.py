@@ -50,12 +50,6 @@ def step(optimizer=sgd):
 """
 
 
-ALONE_HEAD = """
-import torch
-sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-"""
-
-
 @pytest.fixture
 def run(tmp_path):
     def run(body, variant=STOCK, head=HEAD, launcher=None, **more):
@@ -123,7 +117,7 @@ def test_a_launcher_that_waits_for_other_nodes_after_its_ranks_have_left_is_ende
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     waits = ["sh", "-c", '"$@"; exec sleep 1000', "sh", *preloaded()]
-    outcome = run("while True: sgd.step()", launcher=waits, head=ALONE_HEAD)
+    outcome = run(STEPS, launcher=waits, head=ALONE)
     assert (outcome.code, outcome.timed_out) == (0, False), outcome.read_failure()
     assert counted(outcome) == {"rank0": 3}
     assert variants.describe_node(outcome.folder) == "this node saw rank 0 of 2"
@@ -133,7 +127,7 @@ def test_a_launcher_that_waits_for_other_nodes_after_its_ranks_have_left_is_ende
 def test_a_command_may_continue_after_its_ranks_have_left(run, monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "_OUTLIVE_TIMEOUT_S", 0.1)  # expires
     then = ["sh", "-c", f'"$@"; sleep 2; touch {tmp_path}/evaluated; exit 5', "sh", *preloaded()]
-    outcome = run("while True: sgd.step()", launcher=then, head=ALONE_HEAD)
+    outcome = run(STEPS, launcher=then, head=ALONE)
     assert (outcome.code, (tmp_path / "evaluated").exists()) == (5, True)
 
 
@@ -187,6 +181,10 @@ import multiprocessing, signal, subprocess, sys, time
 import torch
 def wait_here():
     time.sleep(1000)
+"""
+STEPS = """
+sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+while True: sgd.step()
 """
 
 

@@ -83,8 +83,8 @@ FAULTS: Final = (
     Fault(
         "a recomputation restores generators that code names in few calls only",
         _RECOMPUTE + "recomputation.py",
-        "if is_early or kept.get(_NAMES_GENERATORS) else []",
-        "if is_early else []",
+        "is_power_of_two or kept.get(_NAMES_GENERATORS)",
+        "is_power_of_two",
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
     ),
     Fault(

@@ -60,10 +60,10 @@ class RandomState:
         for generator in {id(generator): generator for generator in generators}.values():
             stream = make_random_stream(generator)
             self._streams.append((stream, stream.read()))
-        kept = set(map(id, generators))
-        streams = [make_random_stream(found) for found in outside if id(found) not in kept]
         # Streams that the forward may move, with their states before it; empty after it.
-        self._other_streams = [(stream, stream.read()) for stream in streams]
+        self._other_streams = [
+            (stream, stream.read()) for stream in map(make_random_stream, outside)
+        ]
         self._python: Any = random.getstate()
         self._numpy: Any = _NUMPY.read() if draws_from_numpy else None
         self._numpy_position = _read_numpy_position()
@@ -513,11 +513,6 @@ def _is_of_script(cls: Any) -> bool:
     return any(
         not base.__module__.startswith("torch.") for base in cls.__mro__ if base is not object
     )
-
-
-def is_power_of_two(number: int) -> bool:
-    """Return whether a number is a power of two, or 0."""
-    return number & (number - 1) == 0
 
 
 def _version(tensor: Tensor) -> int:

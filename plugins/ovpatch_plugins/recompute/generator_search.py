@@ -93,7 +93,7 @@ class _Search:
         while before < now:
             before = now
             for values in [*own, *self._scopes]:
-                self._visit_all(values[name] for name in self._names.intersection(values))
+                self._visit_all(map(values.get, self._names.intersection(values)))
             now = len(self._visited) + len(self._names)
         for key in kept.intersection(self.generators):
             del self.generators[key]
@@ -141,7 +141,7 @@ class _Search:
         if _is_script(values.get("__name__", "")):
             names = _read_names(function.__code__)
             self._names |= names.attributes
-            self._visit_all(values[name] for name in names.variables if name in values)
+            self._visit_all(map(values.get, names.variables))
 
     def _add_scope(self, owner: object, values: Mapping[str, Any]) -> None:
         self._visited[id(owner)] = owner

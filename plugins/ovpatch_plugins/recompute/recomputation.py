@@ -31,7 +31,6 @@ from ovpatch_plugins.recompute.forward_state import (
     Params,
     RandomState,
     find_tensors,
-    is_power_of_two,
 )
 from ovpatch_plugins.recompute.generator_search import find_generators
 from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
@@ -138,8 +137,9 @@ class Recomputation:
         tensors = list(find_tensors([args, kwargs]))
         kept = attached_values(block)
         number = kept[_CALLS] = kept.get(_CALLS, -1) + 1
-        is_early = is_power_of_two(number)
-        is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_early)
+        # The first call, 0, also counts as a power of two.
+        is_power_of_two = number & (number - 1) == 0
+        is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_power_of_two)
         # Digests of the tensors that the forward saved; None if this call is not checked.
         self._digests: list[Any] | None = [] if is_checked else None
         # Flags on devices: whether a tensor of the recomputation differs from its digest.
@@ -148,10 +148,10 @@ class Recomputation:
         self._state = ModuleState(block, modules)
         generators += self._state.generators
         # Code that leads to no generator is read again in few calls.
-        outside = find_generators(modules) if is_early or kept.get(_NAMES_GENERATORS) else []
+        outside = find_generators(modules) if is_power_of_two or kept.get(_NAMES_GENERATORS) else []
         kept[_NAMES_GENERATORS] = bool(outside)
         self._random = RandomState(
-            tensors, generators, outside, is_early or kept.get(_DRAWS, False)
+            tensors, generators, outside, is_power_of_two or kept.get(_DRAWS, False)
         )
         # None until the forward has ended.
         self._params: Params | None = None
