@@ -77,6 +77,19 @@ def test_counters_and_remarks_start_over_in_each_case(ranks):
     assert ranks(1)(_count_and_remark) == ranks(1)(_count_and_remark) == [(0, [])]
 
 
+def _measure_long():
+    """Return the seconds that the case may measure, and spend them."""
+    from ovpatch.overlap.kernels.autotuner import BUDGET
+
+    found = BUDGET.seconds_left()
+    BUDGET._spent += BUDGET.seconds
+    return found == BUDGET.seconds
+
+
+def test_each_case_may_measure_as_long_as_a_process(ranks):
+    assert ranks(1)(_measure_long) == ranks(1)(_measure_long) == [True]
+
+
 def _pid():
     return os.getpid()
 

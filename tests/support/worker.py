@@ -183,6 +183,7 @@ class _Runner:
             _collect_all()
         _freeze_remainder()
         fresh_reports.reset()
+        _renew_tuning_budget()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         left = guard.leftovers(self.before, guard.snapshot())
@@ -326,6 +327,13 @@ def _freeze_remainder() -> None:
     """
     if len(gc.get_objects()) > _MAX_COLLECTED_OBJECTS:
         gc.freeze()
+
+
+def _renew_tuning_budget() -> None:
+    """Let the next case measure candidates for as long as a process may, however long earlier cases measured."""
+    autotuner = sys.modules.get("ovpatch.overlap.kernels.autotuner")
+    if autotuner is not None:
+        autotuner.BUDGET._spent = 0.0
 
 
 def _reset_torch() -> None:

@@ -19,6 +19,7 @@ from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.ddp.checks import same_bits
 from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
 from tests.plugins.dist_optimizer import (
+    test_fused_scaler,
     test_hooks_and_failures,
     test_loop_styles,
     test_loops,
@@ -189,6 +190,12 @@ def test_scalers(ranks, fused):
             assert scales[0][step] == scales[0][step - 1] / 2, (
                 "no step was skipped, so the test shows nothing"
             )
+
+
+def test_fused_steps_unscale_gradients_wherever_they_are(ranks):
+    test_fused_scaler.check(
+        ranks(2)(all_cases, test_fused_scaler.train, test_fused_scaler.CASES, **NCCL)
+    )
 
 
 def test_failures(ranks):
