@@ -75,7 +75,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a recomputation does not follow the variables of closures",
-        _RECOMPUTE + "generator_search.py",
+        _RECOMPUTE + "outside_search.py",
         "self._visit_all(_read_closure(function))",
         "_read_closure(function)",
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
@@ -83,8 +83,22 @@ FAULTS: Final = (
     Fault(
         "a recomputation restores generators that code names in few calls only",
         _RECOMPUTE + "recomputation.py",
-        "is_power_of_two or kept.get(_NAMES_GENERATORS)",
+        "is_power_of_two or kept.get(_HAS_OUTSIDE)",
         "is_power_of_two",
+        (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
+    ),
+    Fault(
+        "a recomputation counts on from the counters outside of its modules",
+        _RECOMPUTE + "outside_numbers.py",
+        "            self._write([before for _, before in self._before])\n",
+        "",
+        (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
+    ),
+    Fault(
+        "a recomputation leaves counters outside of its modules as they were before its forward",
+        _RECOMPUTE + "outside_numbers.py",
+        "            self._write(current)\n",
+        "            pass\n",
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
     ),
     Fault(

@@ -32,17 +32,18 @@ from ovpatch_plugins.recompute.forward_state import (
     RandomState,
     find_tensors,
 )
-from ovpatch_plugins.recompute.generator_search import find_generators
+from ovpatch_plugins.recompute.outside_numbers import OutsideNumbers
+from ovpatch_plugins.recompute.outside_search import search_outside
 from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 
 # The key of a call in the metadata of the nodes that made the block's outputs.
 _KEY: Final = "ovpatch_recomputation"
-# The keys of a block's number of calls, of whether its code names generators outside of its modules, and of
-# whether its forward draws from numpy.
+# The keys of a block's number of calls, of whether its forward depends on generators or numbers outside of its
+# modules, and of whether it draws from numpy.
 _CALLS: Final = "recompute: calls"
-_NAMES_GENERATORS: Final = "recompute: names generators"
+_HAS_OUTSIDE: Final = "recompute: has outside"
 _DRAWS: Final = "recompute: draws from numpy"
 # A block is nearly through its backward when this part of its saved tensors, a quarter, is left.
 _NEARLY_USED_DIVISOR: Final = 4
@@ -147,9 +148,12 @@ class Recomputation:
         self._autocast = Autocast(tensors)
         self._state = ModuleState(block, modules)
         generators += self._state.generators
-        # Code that leads to no generator is read again in few calls.
-        outside = find_generators(modules) if is_power_of_two or kept.get(_NAMES_GENERATORS) else []
-        kept[_NAMES_GENERATORS] = bool(outside)
+        # Code that leads to no generator, and changes no number, is read again in few calls.
+        is_searched = is_power_of_two or kept.get(_HAS_OUTSIDE)
+        outside, places = search_outside(modules) if is_searched else ([], [])
+        if outside:
+            kept[_HAS_OUTSIDE] = True
+        self._numbers = OutsideNumbers(places)
         self._random = RandomState(
             tensors, generators, outside, is_power_of_two or kept.get(_DRAWS, False)
         )
@@ -167,6 +171,8 @@ class Recomputation:
         try:
             if self._random.end_forward():
                 attached_values(self._block)[_DRAWS] = True
+            if self._numbers.end_forward():
+                attached_values(self._block)[_HAS_OUTSIDE] = True
             self._state.end_forward()
         except KeyError as error:
             raise self._make_error(
@@ -275,6 +281,7 @@ class Recomputation:
             profiler_span(label),
             _inside_block(),
             self._random.restored(),
+            self._numbers.restored(),
             self._autocast.restored(),
             self._state.restored(),
             self._contexts[1],
@@ -344,9 +351,8 @@ class Recomputation:
         """
         if not remedy:
             what += (
-                ". Its forward depends on state that cannot be restored, such as a random "
-                "generator, a counter or a cache outside of its modules, or an operator adds in "
-                "varying order"
+                ". Its forward depends on state that cannot be restored, such as an iterator, a tensor or "
+                "a cache outside of its modules, or an operator adds in varying order"
             )
             remedy = (
                 "Keep such state in an attribute of the module, set "

@@ -1,8 +1,9 @@
-"""Random generators outside of a block's modules, found by the names in their code.
+"""Random generators and numbers outside of a block's modules, found by the names in their code.
 
 A forward may draw from a generator that is a global variable, a variable of a closure, or an attribute of an
-object that several modules share. Names in its code lead to each of these. So the code of the modules'
-classes is read, and then the code of the functions and objects that it names.
+object that several modules share, or count its calls in such a place. Names in its code lead to each of
+these. So the code of the modules' classes is read, and then the code of the functions and objects that it
+names.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, nn
 
 from ovpatch.overlap.tensors.linear_ops import is_generator_class
+from ovpatch_plugins.recompute.outside_numbers import NumberPlace
 
 # Methods that are called without their names.
 _IMPLICIT: Final = frozenset(
@@ -34,9 +36,13 @@ _MOST_OBJECTS: Final = 2000
 _MOST_ITEMS: Final = 1000
 
 
-def find_generators(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return the generators to which the code of some modules leads, but not the modules' own attributes."""
-    return list(_Search(modules).generators.values())
+def search_outside(modules: Sequence[nn.Module]) -> tuple[list[Any], list[NumberPlace]]:
+    """Return the generators and the places of numbers to which the code of some modules leads.
+
+    The modules' own attributes are not among them.
+    """
+    search = _Search(modules)
+    return list(search.generators.values()), search.list_places()
 
 
 class _Names(NamedTuple):
@@ -54,7 +60,11 @@ class _Names(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _read_names(code: CodeType) -> _Names:
     inner = [_read_names(value) for value in code.co_consts if isinstance(value, CodeType)]
-    variables = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    variables = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")
+    }
     # The name of a variable may be that of an attribute, too, so all names are among them.
     return _Names(
         frozenset(variables).union(*(names.variables for names in inner)),
@@ -63,7 +73,7 @@ def _read_names(code: CodeType) -> _Names:
 
 
 class _Search:
-    """A search for generators.
+    """A search for generators and for places of numbers.
 
     Args:
         modules: The modules whose code is read.
@@ -78,8 +88,13 @@ class _Search:
         self._names = {"forward", *_IMPLICIT}
         # The objects that were visited, by identity. They stay alive, so identities differ.
         self._visited: dict[int, Any] = {id(module): module for module in modules}
-        # The attributes of classes, objects and modules of Python that were visited.
-        self._scopes: list[Mapping[str, Any]] = []
+        # The attributes of classes, objects and modules of Python that were visited, with the class or the
+        # dictionary that holds them.
+        self._scopes: list[tuple[Any, Mapping[str, Any]]] = []
+        # The lists, dictionaries and cells of closures that were visited, by identity.
+        self._containers: dict[int, Any] = {}
+        # The global variables that functions name, by the identity of the dictionary that holds them.
+        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         # The attributes of the modules, whose generators belong to the modules' state.
         own: list[Mapping[str, Any]] = []
         for module in modules:
@@ -92,11 +107,20 @@ class _Search:
         before, now = -1, 0
         while before < now:
             before = now
-            for values in [*own, *self._scopes]:
+            for values in [*own, *(values for _, values in self._scopes)]:
                 self._visit_all(map(values.get, self._names.intersection(values)))
             now = len(self._visited) + len(self._names)
-        for key in kept.intersection(self.generators):
-            del self.generators[key]
+        for found in (self.generators, self._containers):
+            for key in kept.intersection(found):
+                del found[key]
+
+    def list_places(self) -> list[NumberPlace]:
+        """Return the places of numbers that the code may write to."""
+        return [
+            *(NumberPlace(values, names) for values, names in self._globals.values()),
+            *(NumberPlace(owner, self._names) for owner, _ in self._scopes),
+            *map(NumberPlace, self._containers.values()),
+        ]
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         for value in itertools.islice(values, _MOST_ITEMS):
@@ -119,6 +143,8 @@ class _Search:
             self._visit_all([value.func, *value.args, *value.keywords.values()])
         elif cls in (list, tuple, dict):
             self._visited[id(value)] = value
+            if cls is not tuple and len(value) <= _MOST_ITEMS:
+                self._containers[id(value)] = value
             self._visit_all(value.values() if cls is dict else value)
         elif cls is ModuleType:
             if _is_script(value.__name__):
@@ -141,11 +167,13 @@ class _Search:
         if _is_script(values.get("__name__", "")):
             names = _read_names(function.__code__)
             self._names |= names.attributes
+            self._containers |= {id(cell): cell for cell in function.__closure__ or ()}
+            self._globals.setdefault(id(values), (values, set()))[1].update(names.variables)
             self._visit_all(map(values.get, names.variables))
 
     def _add_scope(self, owner: object, values: Mapping[str, Any]) -> None:
         self._visited[id(owner)] = owner
-        self._scopes.append(values)
+        self._scopes.append((owner if isinstance(owner, type) else values, values))
 
 
 def _read_closure(function: FunctionType) -> Collection[Any]:
