@@ -49,7 +49,7 @@ class Double(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A model of three blocks. ``kind`` names another operation of its forward.
+    """A model of two blocks. ``kind`` names another operation of its forward.
 
     Transformers slices its list of layers in each forward, so that a ``ModuleList`` is made and filled there.
     """
@@ -57,12 +57,12 @@ class Net(nn.Module):
     def __init__(self, kind: str = "") -> None:
         super().__init__()
         self.kind = kind
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.register_buffer("calls", torch.zeros(()))
         self.last: nn.Module = nn.BatchNorm1d(8) if kind == "batch norm" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[:3] if self.kind == "sliced" else self.blocks:
+        for block in self.blocks[:2] if self.kind == "sliced" else self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.kind == "checkpoint" else block(x)
             if self.kind == "broken":
                 torch._dynamo.graph_break()

@@ -75,7 +75,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a recomputation does not follow the variables of closures",
-        _RECOMPUTE + "outside_search.py",
+        _RECOMPUTE + "outside_state.py",
         "self._visit_all(_read_closure(function))",
         "_read_closure(function)",
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
@@ -89,14 +89,14 @@ FAULTS: Final = (
     ),
     Fault(
         "a recomputation counts on from the counters outside of its modules",
-        _RECOMPUTE + "outside_numbers.py",
+        _RECOMPUTE + "outside_state.py",
         "            self._write([before for _, before in self._before])\n",
         "",
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
     ),
     Fault(
         "a recomputation leaves counters outside of its modules as they were before its forward",
-        _RECOMPUTE + "outside_numbers.py",
+        _RECOMPUTE + "outside_state.py",
         "            self._write(current)\n",
         "            pass\n",
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),

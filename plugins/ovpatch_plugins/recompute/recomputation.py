@@ -32,8 +32,7 @@ from ovpatch_plugins.recompute.forward_state import (
     RandomState,
     find_tensors,
 )
-from ovpatch_plugins.recompute.outside_numbers import OutsideNumbers
-from ovpatch_plugins.recompute.outside_search import search_outside
+from ovpatch_plugins.recompute.outside_state import OutsideNumbers, search_outside
 from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts

@@ -267,7 +267,7 @@ PARTS |= {
 def _count_in_dictionary(part: Part, x: Tensor) -> Tensor:
     """Count in an item that the first call adds, and show the number to no saved tensor."""
     _STATS["calls"] = _STATS.get("calls", 0) + 1
-    return x * (1 + 0.1 * _STATS["calls"])
+    return scale(part, x, 0.0) * (1 + 0.1 * _STATS["calls"])
 
 
 def _count_in_list(part: Part, x: Tensor) -> Tensor:
