@@ -24,6 +24,7 @@ from tests.support import patience
 from tests.support.equality import Comparison, compare
 from tests.support.failures import RankFailure
 from tests.support.pool import Pool
+from tests.support.worker import freeze_remainder
 
 #: The counter of each feature that advances whenever it does its work.
 WORK: Final = {"ddp": "backwards", "dist_optimizer": "steps"}
@@ -217,6 +218,8 @@ def _record(cell: Cell, cls: type[Loop], package: Any, *, noise_run: int = 0) ->
     vars(loop).clear()
     # The next run must not meet the model of this one.
     gc.collect()
+    # The habit may have imported much.
+    freeze_remainder()
     dist.barrier()
     return run
 

@@ -129,7 +129,7 @@ def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False)
 def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
     cases = {
         # Gradients are reduced by ddp in all cases of dist_optimizer, and of recompute.
-        "ddp": {**some(CASES, 2), **some(some(MORE)), **GRADIENT_READERS},
+        "ddp": {**some(CASES, 2), **some(some(MORE), 2), **GRADIENT_READERS},
         "dist_optimizer": {**some(CASES, 1), **some(some(MORE, 1))},
         "recompute": {**some(CASES), "blocks": {"way": blocks}},
         "a plain apply()": some(some(CASES, 1)),

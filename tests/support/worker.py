@@ -181,7 +181,7 @@ class _Runner:
             # Meshes of earlier cases may be frozen.
             gc.unfreeze()
             _collect_all()
-        _freeze_remainder()
+        freeze_remainder()
         fresh_reports.reset()
         _renew_tuning_budget()
         if torch.cuda.is_initialized():
@@ -319,7 +319,7 @@ def _collect_all() -> None:
             return
 
 
-def _freeze_remainder() -> None:
+def freeze_remainder() -> None:
     """Exclude the remaining objects of a case from later collections: its imports, and all that Dynamo keeps for good.
 
     Collections would read these objects in each later case, 50 ms each after a file that compiles. This does not happen

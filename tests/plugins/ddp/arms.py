@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from tests.support.worker import freeze_remainder
 
 Record = dict[str, Any]
 Loop = Callable[..., list[Record]]
@@ -95,6 +96,7 @@ def all_both(
                 results[name] |= counted(loop, counters=counters, **kwargs)
             # The next case must not find the model of this case.
             gc.collect()
+            freeze_remainder()
     return results
 
 
