@@ -118,6 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
     def lead(nodes: Leader | None) -> int:
         with command_line.open_folder(arguments.out) as out:
             given = {name: getattr(arguments, name) for name in (*names, "timeout")}
+            given["must_see_all_ranks"] = arguments.nodes is None
             plan = BenchPlan(command, out, nodes=nodes, **given)
             return _measure(plan, arguments, question)
 

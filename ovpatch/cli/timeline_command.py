@@ -323,7 +323,7 @@ def _record(
             f"running {variant.name}, steps {wanted[0]} to {wanted[-1]} are recorded: "
             f"{' '.join(command)}"
         )
-        run_variant = choose_runner(nodes)
+        run_variant = choose_runner(nodes, must_see_all_ranks=arguments.nodes is None)
         outcome = run_variant(variant, command, _WORKER, output.folder, timeout=arguments.timeout)
         code = _judge(outcome) or code
         try:

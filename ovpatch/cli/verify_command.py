@@ -61,6 +61,7 @@ def _verify(arguments: argparse.Namespace, nodes: Leader | None) -> int:
     with command_line.open_folder(arguments.out) as folder:
         names = ("steps", "features", "noise", "deterministic", "timeout")
         options = {name: getattr(arguments, name) for name in names}
+        options["must_see_all_ranks"] = arguments.nodes is None
         request = Request(arguments.command, folder, nodes=nodes, **options)
         with _show_progress(arguments.steps) as progress:
             result = verify(request, progress)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.settings.settings import SettingsError
@@ -16,6 +18,13 @@ from ovpatch.settings.settings import SettingsError
 _RENDEZVOUS_PORT: Final = 29400
 _MASTER_PORT: Final = 29500
 _MAX_PORT: Final = 65535
+
+# The words that start a launcher, besides "accelerate launch".
+_TORCHRUN: Final = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_ACCELERATE: Final = ("accelerate-launch", "accelerate.commands.launch")
+# Numbers, and then the address, among the options of ``accelerate launch``. Its file has the same names.
+_ACCELERATE_NUMBERS: Final = ("num_machines", "machine_rank", "main_process_port")
+_ACCELERATE_OPTIONS: Final = (*_ACCELERATE_NUMBERS, "main_process_ip")
 
 _REMEDY_MEET: Final = (
     "Give --nodes N and --meet HOST:PORT, with an address of one node that all nodes reach."
@@ -33,6 +42,10 @@ _ERROR_ONE_OPTION: Final = (
 )
 _ERROR_NO_COUNT: Final = (
     "--meet {} needs the number of nodes, and the command names none. " + _REMEDY_MEET
+)
+_ERROR_ACCELERATE: Final = (
+    "accelerate starts {} machines, but neither its arguments nor its file of settings has "
+    "main_process_ip, so the nodes do not know where to meet. " + _REMEDY_MEET
 )
 _ERROR_SLURM: Final = (
     "the nodes do not know where to meet: ovpatch cannot read the list of nodes of Slurm, {}. "
@@ -75,18 +88,16 @@ def find_place(
     """
     if count == 1:
         return None
-    arguments = _find_torchrun_arguments(command)
     if meet is not None:
         host, port = _parse_address(meet)
-        found = _find_by_torchrun(arguments, strict=False) if arguments is not None else None
-        found = found or _find_by_environment(strict=False)
+        found = _find(command, strict=False) or _find_by_environment(strict=False)
         if found is None and count is None:
             raise SettingsError(_ERROR_NO_COUNT.format(meet))
         index = None if found is None or count not in (None, found.count) else found.index
         number = count if found is None or count is not None else found.count
         assert number is not None, "one of the two is known"
         return Place(number, index, host, port)
-    found = _find_by_environment() if arguments is None else _find_by_torchrun(arguments)
+    found = _find(command, strict=True)
     if count is not None and (found is None or found.count != count):
         raise SettingsError(_ERROR_ONE_OPTION.format(count))
     return found
@@ -99,12 +110,20 @@ def _parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _find_torchrun_arguments(command: Sequence[str]) -> list[str] | None:
-    """Return the words after ``torchrun`` in a command; None if it does not start torchrun."""
+def _find(command: Sequence[str], *, strict: bool) -> Place | None:
+    """Return the place by the arguments of the launcher that a command starts, or by the environment.
+
+    Args:
+        command: The command.
+        strict: Whether a job whose nodes cannot know where to meet is an error.
+    """
     for position, word in enumerate(command):
-        if os.path.basename(word) == "torchrun" or word == "torch.distributed.run":
-            return list(command[position + 1 :])
-    return None
+        name, arguments = os.path.basename(word), command[position + 1 :]
+        if name in _TORCHRUN:
+            return _find_by_torchrun(arguments, strict=strict)
+        if name in _ACCELERATE or (name == "accelerate" and arguments[:1] == ["launch"]):
+            return _find_by_accelerate(arguments, strict=strict)
+    return _find_by_environment(strict=strict)
 
 
 def _find_by_torchrun(arguments: Sequence[str], *, strict: bool = True) -> Place | None:
@@ -151,6 +170,47 @@ def _read_torchrun(parsed: Any, *, strict: bool) -> Place | None:
         _choose_port(port or _RENDEZVOUS_PORT),
         names if len(names) == count else (),
     )
+
+
+def _find_by_accelerate(arguments: Sequence[str], *, strict: bool = True) -> Place | None:
+    """Return the place by the arguments of ``accelerate``, and its file of settings.
+
+    Args:
+        arguments: The words after ``accelerate``.
+        strict: Whether a job whose nodes cannot know where to meet is an error.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config_file", *_ACCELERATE_OPTIONS):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
+    # Accelerate itself reports wrong arguments.
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        given = vars(parser.parse_known_args(list(arguments))[0])
+        settings = _read_accelerate_settings(given.pop("config_file"))
+        settings |= {name: value for name, value in given.items() if value is not None}
+        count, index, port = (str(settings.get(name, "")) for name in _ACCELERATE_NUMBERS)
+        host = str(settings.get("main_process_ip") or "")
+        if not count.isdigit() or int(count) < 2:
+            return None
+        if strict and not host:
+            raise SettingsError(_ERROR_ACCELERATE.format(count))
+        first_port = int(port) if port.isdigit() else _MASTER_PORT
+        number = int(index) if index.isdigit() else None
+        return Place(int(count), number, host, _choose_port(first_port))
+    return None
+
+
+def _read_accelerate_settings(file: str | None) -> dict[str, Any]:
+    """Return the settings in a file that ``accelerate config`` has written, or in its default file."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    home = os.environ.get("HF_HOME") or Path(cache) / "huggingface"
+    path = Path(file) if file else Path(home) / "accelerate" / "default_config.yaml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in text.splitlines())
+    values = {name: value.partition("#")[0].strip(" '\"") for name, _, value in lines}
+    return {name: value for name, value in values.items() if value != "null"}
 
 
 def _choose_port(launcher_port: int) -> int:

@@ -26,6 +26,7 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch, variants
 from ovpatch.insight.node_place import Place
 from ovpatch.insight.variants import Outcome, Variant
+from ovpatch.settings.settings import SettingsError
 
 # --- a connection ---
 
@@ -183,6 +184,10 @@ _ERROR_LOST: Final = (
 _ERROR_NOT_STARTED: Final = (
     "{} cannot run the command: {}. Correct it there, and start the command again on every node."
 )
+_ERROR_UNSEEN: Final = (
+    "{}, so other nodes have ranks, and nothing in the command says where nodes meet. Give --nodes N "
+    "and --meet HOST:PORT on each node, or --nodes 1, with which each node judges its own ranks."
+)
 _ERROR_REFUSED: Final = "node 0 ended the meeting: {}"
 
 
@@ -269,9 +274,26 @@ def _name_missing(place: Place, came: Mapping[int | None, Sequence[str]]) -> str
 # --- node 0 ---
 
 
-def choose_runner(nodes: Leader | None) -> Callable[..., Outcome]:
-    """Return the function that runs a variant on all nodes, or on this node if there is no leader."""
-    return variants.run_variant if nodes is None else nodes.run_variant
+def choose_runner(
+    nodes: Leader | None, *, must_see_all_ranks: bool = False
+) -> Callable[..., Outcome]:
+    """Return the function that runs a variant on all nodes, or on this node if there is no leader.
+
+    Args:
+        nodes: Node 0 of nodes that meet.
+        must_see_all_ranks: Whether it is an error that ranks of a run are on other nodes, which do not meet this
+            one. The other nodes might run other variants, and then ranks would wait for each other.
+    """
+    if nodes is not None:
+        return nodes.run_variant
+    return _run_if_alone if must_see_all_ranks else variants.run_variant
+
+
+def _run_if_alone(*args: Any, **kwargs: Any) -> Outcome:
+    outcome = variants.run_variant(*args, **kwargs)
+    if not outcome.interrupted and (seen := variants.describe_node(outcome.folder)):
+        raise SettingsError(_ERROR_UNSEEN.format(seen))
+    return outcome
 
 
 class Leader:

@@ -65,6 +65,8 @@ STATIC = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-p
 SLURM = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "a[08-09],b"}
 RANKS = {"WORLD_SIZE": "16", "RANK": "9", "MASTER_ADDR": "a", "MASTER_PORT": "65535"}
 
+ADDRESS = ("--main_process_ip", "a")
+
 PLACES = {
     "one process": (["python", "train.py"], {}, None),
     "one node": ([*TORCHRUN, "train.py", "--nnodes", "2"], {}, None),
@@ -90,6 +92,22 @@ PLACES = {
         {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"},
         Place(2, 0, "a", 29501),
     ),
+    "torch.distributed.launch": (
+        ["python", "-m", "torch.distributed.launch", *STATIC, "train.py"],
+        {},
+        Place(2, 1, "a", 6),
+    ),
+    "accelerate": (
+        ["accelerate", "launch", "--num_machines=2", "--machine-rank", "1", *ADDRESS, "train.py"],
+        {},
+        Place(2, 1, "a", 29501),
+    ),
+    "accelerate on one node": (["accelerate", "launch", "train.py"], {}, None),
+    "a word of a script": (
+        ["python", "train.py", "--by", "accelerate"],
+        RANKS,
+        Place(16, 9, "a", 65534),
+    ),
     "torchrun under srun": (
         [*TORCHRUN, "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=a08:7", "train.py"],
         SLURM,
@@ -107,6 +125,27 @@ def test_a_launcher_tells_where_its_nodes_meet(name, monkeypatch):
     cleaned(monkeypatch, **variables)
     assert find_place(command) == place
     assert find_place(command, count=1) is None
+
+
+def test_the_settings_of_accelerate_tell_where_its_nodes_meet(monkeypatch, tmp_path):
+    cleaned(monkeypatch, HF_HOME=str(tmp_path))
+    command = ["/bin/accelerate", "launch", "train.py"]
+    assert find_place(command) is None
+    (tmp_path / "accelerate").mkdir()
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.write_text("machine_rank: 2 # here\nmain_process_ip: null\nnum_machines: '3'\n")
+    with pytest.raises(
+        SettingsError, match=r"accelerate starts 3 machines.*main_process_ip.*--meet"
+    ):
+        find_place(command)
+    assert find_place(command, None, "b:9") == Place(3, 2, "b", 9)
+    file.write_text("num_machines: 3\nmain_process_ip: a\nmain_process_port: 7\n")
+    assert find_place(command) == Place(3, None, "a", 8)
+    # Arguments win over the file, and the file that is named over the default one.
+    other = tmp_path / "other.yaml"
+    other.write_text("num_machines: 4\nmachine_rank: 1\nmain_process_ip: c\n")
+    named = ["accelerate-launch", "--config_file", str(other), "--main_process_port", "5"]
+    assert find_place([*named, "train.py"]) == Place(4, 1, "c", 6)
 
 
 def test_options_of_the_user_win(monkeypatch):

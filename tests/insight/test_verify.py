@@ -297,6 +297,28 @@ def test_two_nodes_give_one_verdict(site, tmp_path):
     assert re.fullmatch(rf"{line}{re.escape(ALL_SAME)}\n", follower), follower
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tool", ["verify", pytest.param("bench", marks=RARELY), pytest.param("timeline", marks=RARELY)]
+)
+def test_ranks_on_nodes_that_do_not_meet_are_an_error_after_one_run(
+    tool, verify, site, monkeypatch, capfd
+):
+    # A launcher that ovpatch does not know started this node of two.
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    script = site.folder / "train.py"
+    script.write_text(
+        loop(f"open({str(site.folder / 'runs')!r}, 'a').write('.')\nwhile True: step()")
+    )
+    assert main.main([tool, "--features=counts", "--", *preloaded(), str(script)]) == 2
+    err = capfd.readouterr().err
+    assert "this node saw rank 0 of 2, so other nodes have ranks" in err
+    assert err.rstrip().endswith("or --nodes 1, with which each node judges its own ranks.")
+    assert (site.folder / "runs").read_text() == "."
+
+
 def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

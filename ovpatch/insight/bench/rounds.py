@@ -177,6 +177,8 @@ class BenchPlan:
     against: str | None = None
     # Runs the command on all nodes; None: it runs on this node alone.
     nodes: Leader | None = None
+    # Whether ranks on other nodes are an error if there are no ``nodes``.
+    must_see_all_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -405,7 +407,7 @@ class _Rounds:
 
 def _run_variant(plan: BenchPlan, progress: Progress, kind: str, variant: Variant) -> Outcome:
     """Run a variant once; raise StoppedError or FailedError, as a run of this kind, if that failed."""
-    run_variant = choose_runner(plan.nodes)
+    run_variant = choose_runner(plan.nodes, must_see_all_ranks=plan.must_see_all_ranks)
     outcome = run_variant(
         variant,
         plan.command,

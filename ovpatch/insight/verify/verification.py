@@ -195,6 +195,7 @@ class Request:
             that they have. A script that gets an error runs again with warnings.
         timeout: Seconds without a step after which a run counts as hung.
         nodes: Runs the variants on all nodes. Default: the command runs on this node alone.
+        must_see_all_ranks: Whether ranks on other nodes are an error if there are no ``nodes``. Default: False.
     """
 
     command: Sequence[str]
@@ -206,6 +207,7 @@ class Request:
     strict: bool = True
     timeout: float = 600.0
     nodes: Leader | None = None
+    must_see_all_ranks: bool = False
 
     def make_variant(
         self, name: str, features: str | None = variants.STOCK, **details: Any
@@ -375,7 +377,8 @@ class _Verifier:
 
     def _run(self, variant: Variant) -> RecordedRun | _Answer:
         """Run a variant; return its records, or the conclusion if a signal interrupted it."""
-        run_variant = choose_runner(self._request.nodes)
+        request = self._request
+        run_variant = choose_runner(request.nodes, must_see_all_ranks=request.must_see_all_ranks)
         outcome = run_variant(
             variant,
             self._request.command,
