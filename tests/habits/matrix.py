@@ -37,8 +37,11 @@ _CELL_TIMEOUT_S: Final = patience.SHORTEST_S
 #: Has the place of ``ovpatch`` in stock runs.
 _STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda: None)
 
-# torch's reducer reports its own defect by these words. There is nothing to compare then, and further runs may hang.
-_DEFECT_OF_STOCK: Final = "This indicates a bug in DDP implementation"
+# torch reports its own defects by these words. There is nothing to compare then, and further runs may hang.
+_DEFECTS_OF_STOCK: Final = (
+    "This indicates a bug in DDP implementation",
+    "please report a bug to PyTorch",
+)
 
 # A failure has these words about a rank that a signal has ended.
 _SIGNAL: Final = "died by SIG"
@@ -145,7 +148,9 @@ def run_row(cells: Sequence[Cell]) -> list[Outcome]:
     compared = [compare(stock[i].records, patched[i].records, floor=0.0) for i in range(len(cells))]
     is_noisy = [comparison.verdict is not Verdict.BITWISE for comparison in compared]
     outcomes = []
-    has_defect = _any_rank([_DEFECT_OF_STOCK in run.error_text for run in stock])
+    has_defect = _any_rank(
+        [any(text in run.error_text for text in _DEFECTS_OF_STOCK) for run in stock]
+    )
     for i, (cell, noisy) in enumerate(zip(cells, _any_rank(is_noisy), strict=True)):
         if has_defect[i]:
             outcomes.append(Outcome("", "torch has found a defect of its reducer"))

@@ -118,6 +118,7 @@ class clips_in_any_order(_SecondOptimizer):
         "empty_parameter",
         "sparse_embedding",
         "loss_of_the_parameters_alone",
+        "drop_a_gradient",
     )
 )
 class unscales_in_any_order(_SecondOptimizer):

@@ -256,6 +256,8 @@ class freeze_later(Loop):
         super().start(step)
 
 
+# The stock reducer with skip_all_reduce_unused_params divides the kept gradient of a bucket in each step and adds no
+# other rank's to it, if the gradient is a view of the bucket or sparse. Here it stays as it is.
 @habit(
     without=(
         *_STATIC,
@@ -263,6 +265,7 @@ class freeze_later(Loop):
         "two_models_apart",
         "alternate",
         "forward_without_backward",
+        "skip_unused",
     )
 )
 class freeze_with_its_gradient(find_unused):
