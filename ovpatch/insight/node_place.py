@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib
 import io
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.settings.settings import SettingsError
@@ -19,12 +18,17 @@ _RENDEZVOUS_PORT: Final = 29400
 _MASTER_PORT: Final = 29500
 _MAX_PORT: Final = 65535
 
-# The words that start a launcher, besides "accelerate launch".
+# The words that start a launcher, and those before "launch".
 _TORCHRUN: Final = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-_ACCELERATE: Final = ("accelerate-launch", "accelerate.commands.launch")
-# Numbers, and then the address, among the options of ``accelerate launch``. Its file has the same names.
-_ACCELERATE_NUMBERS: Final = ("num_machines", "machine_rank", "main_process_port")
-_ACCELERATE_OPTIONS: Final = (*_ACCELERATE_NUMBERS, "main_process_ip")
+_ACCELERATE_LAUNCH: Final = ("accelerate-launch", "accelerate.commands.launch")
+_ACCELERATE: Final = ("accelerate", "accelerate.commands.accelerate_cli")
+# Options of ``accelerate launch``. Its file has the same names.
+_ACCELERATE_OPTIONS: Final = (
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+)
 
 _REMEDY_MEET: Final = (
     "Give --nodes N and --meet HOST:PORT, with an address of one node that all nodes reach."
@@ -120,9 +124,13 @@ def _find(command: Sequence[str], *, strict: bool) -> Place | None:
     for position, word in enumerate(command):
         name, arguments = os.path.basename(word), command[position + 1 :]
         if name in _TORCHRUN:
-            return _find_by_torchrun(arguments, strict=strict)
-        if name in _ACCELERATE or (name == "accelerate" and arguments[:1] == ["launch"]):
+            # Of torch.distributed.launch alone, which starts torchrun.
+            others = [word for word in arguments if word not in ("--use-env", "--use_env")]
+            return _find_by_torchrun(others, strict=strict)
+        if name in _ACCELERATE_LAUNCH:
             return _find_by_accelerate(arguments, strict=strict)
+        if name in _ACCELERATE and arguments[:1] == ["launch"]:
+            return _find_by_accelerate(arguments[1:], strict=strict)
     return _find_by_environment(strict=strict)
 
 
@@ -173,44 +181,38 @@ def _read_torchrun(parsed: Any, *, strict: bool) -> Place | None:
 
 
 def _find_by_accelerate(arguments: Sequence[str], *, strict: bool = True) -> Place | None:
-    """Return the place by the arguments of ``accelerate``, and its file of settings.
+    """Return the place by the arguments of ``accelerate launch``, and its file of settings.
 
     Args:
-        arguments: The words after ``accelerate``.
+        arguments: The words after ``launch``.
         strict: Whether a job whose nodes cannot know where to meet is an error.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config_file", *_ACCELERATE_OPTIONS):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name)
-    # Accelerate itself reports wrong arguments.
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-        given = vars(parser.parse_known_args(list(arguments))[0])
-        settings = _read_accelerate_settings(given.pop("config_file"))
-        settings |= {name: value for name, value in given.items() if value is not None}
-        count, index, port = (str(settings.get(name, "")) for name in _ACCELERATE_NUMBERS)
-        host = str(settings.get("main_process_ip") or "")
-        if not count.isdigit() or int(count) < 2:
-            return None
-        if strict and not host:
-            raise SettingsError(_ERROR_ACCELERATE.format(count))
-        first_port = int(port) if port.isdigit() else _MASTER_PORT
-        number = int(index) if index.isdigit() else None
-        return Place(int(count), number, host, _choose_port(first_port))
-    return None
-
-
-def _read_accelerate_settings(file: str | None) -> dict[str, Any]:
-    """Return the settings in a file that ``accelerate config`` has written, or in its default file."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    home = os.environ.get("HF_HOME") or Path(cache) / "huggingface"
-    path = Path(file) if file else Path(home) / "accelerate" / "default_config.yaml"
+    # It needs torch, which takes seconds to import.
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    lines = (line.partition(":") for line in text.splitlines())
-    values = {name: value.partition("#")[0].strip(" '\"") for name, _, value in lines}
-    return {name: value for name, value in values.items() if value != "null"}
+        launch: Any = importlib.import_module("accelerate.commands.launch")
+        config: Any = importlib.import_module("accelerate.commands.config.config_args")
+    except ImportError:
+        return None
+    values: dict[str, Any] = {}
+    # Accelerate itself reports wrong arguments and files.
+    wrong = (SystemExit, OSError, ValueError, importlib.import_module("yaml").YAMLError)
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(*wrong):
+        parsed = launch.launch_command_parser().parse_args(list(arguments))
+        file = parsed.config_file
+        has_file = file is not None or (
+            os.path.isfile(config.default_config_file) and not parsed.cpu
+        )
+        settings = vars(config.load_config_from_file(file)) if has_file else {}
+        values = {name: getattr(parsed, name) or settings.get(name) for name in _ACCELERATE_OPTIONS}
+        is_static = parsed.rdzv_backend == "static"
+    count = int(values.get("num_machines") or 1)
+    if count == 1:
+        return None
+    host = values["main_process_ip"] or ""
+    if strict and not host:
+        raise SettingsError(_ERROR_ACCELERATE.format(count))
+    index = int(values["machine_rank"] or 0) if is_static else None
+    return Place(count, index, host, _choose_port(int(values["main_process_port"] or _MASTER_PORT)))
 
 
 def _choose_port(launcher_port: int) -> int:

@@ -291,7 +291,9 @@ def choose_runner(
 
 def _run_if_alone(*args: Any, **kwargs: Any) -> Outcome:
     outcome = variants.run_variant(*args, **kwargs)
-    if not outcome.interrupted and (seen := variants.describe_node(outcome.folder)):
+    # A failure has a report of its own.
+    is_good = not (outcome.interrupted or outcome.timed_out or outcome.code)
+    if is_good and (seen := variants.describe_node(outcome.folder)):
         raise SettingsError(_ERROR_UNSEEN.format(seen))
     return outcome
 

@@ -84,16 +84,6 @@ _parts(
     "generator in a closure",
 )
 _parts(
-    "counter_outside",
-    "A block counts its calls in a global variable, an object, a class, a container or a closure.",
-    "counter of the script",
-    "counter in an object",
-    "counter in a class",
-    "counter in a dictionary, and no saved tensor shows it",
-    "counter in a list in an attribute's object",
-    "counter in a closure",
-)
-_parts(
     "forward_hooks_inside",
     "A module inside of a block has hooks.",
     "forward hook",

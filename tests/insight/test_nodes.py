@@ -93,7 +93,7 @@ PLACES = {
         Place(2, 0, "a", 29501),
     ),
     "torch.distributed.launch": (
-        ["python", "-m", "torch.distributed.launch", *STATIC, "train.py"],
+        ["python", "-m", "torch.distributed.launch", "--use-env", *STATIC, "train.py"],
         {},
         Place(2, 1, "a", 6),
     ),
@@ -128,24 +128,32 @@ def test_a_launcher_tells_where_its_nodes_meet(name, monkeypatch):
 
 
 def test_the_settings_of_accelerate_tell_where_its_nodes_meet(monkeypatch, tmp_path):
-    cleaned(monkeypatch, HF_HOME=str(tmp_path))
-    command = ["/bin/accelerate", "launch", "train.py"]
+    config = pytest.importorskip("accelerate.commands.config.config_args")
+    cleaned(monkeypatch)
+    file = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config, "default_config_file", str(file))
+    monkeypatch.setattr(config, "default_yaml_config_file", str(file))
+    command = ["/bin/accelerate", "launch", "train.py", "--num_machines", "2"]
     assert find_place(command) is None
-    (tmp_path / "accelerate").mkdir()
-    file = tmp_path / "accelerate" / "default_config.yaml"
-    file.write_text("machine_rank: 2 # here\nmain_process_ip: null\nnum_machines: '3'\n")
+    base = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\n"
+    file.write_text(f"{base}machine_rank: 2 # here\nmain_process_ip: null\nnum_machines: 3\n")
     with pytest.raises(
         SettingsError, match=r"accelerate starts 3 machines.*main_process_ip.*--meet"
     ):
         find_place(command)
     assert find_place(command, None, "b:9") == Place(3, 2, "b", 9)
-    file.write_text("num_machines: 3\nmain_process_ip: a\nmain_process_port: 7\n")
-    assert find_place(command) == Place(3, None, "a", 8)
+    file.write_text(f"{base}num_machines: 3\nmain_process_ip: a\nmain_process_port: 7\n")
+    assert find_place(command) == Place(3, 0, "a", 8)
+    assert find_place([*command[:2], "--cpu", "train.py"]) is None
     # Arguments win over the file, and the file that is named over the default one.
     other = tmp_path / "other.yaml"
-    other.write_text("num_machines: 4\nmachine_rank: 1\nmain_process_ip: c\n")
+    other.write_text(f"{base}num_machines: 4\nmachine_rank: 1\nmain_process_ip: c\n")
     named = ["accelerate-launch", "--config_file", str(other), "--main_process_port", "5"]
     assert find_place([*named, "train.py"]) == Place(4, 1, "c", 6)
+    assert find_place([*named, "--rdzv_backend", "c10d", "train.py"]) == Place(4, None, "c", 6)
+    for text in ("no: [", "unknown_key: 1\nnum_machines: 2\n", "\0"):
+        other.write_text(text)
+        assert find_place([*named, "train.py"]) is None
 
 
 def test_options_of_the_user_win(monkeypatch):

@@ -88,12 +88,20 @@ MODEL = {
         3.5,
     ),
     # An all-reduce of 1.5 ms, and gathers of 0.75 ms.
-    "gloo reduces to shards by an all-reduce": (
+    "gloo reduces to shards by an all-reduce on one host": (
+        "dist_optimizer",
+        replace(FACTS, is_gloo=True),
+        Layout(1, 4, LINK, None),
+        35.0 + 1.5 + 0.75,
+        3.0 + 1.5,
+    ),
+    # An exchange of 0.75 ms, and gathers of 0.75 ms.
+    "gloo exchanges shards between hosts": (
         "dist_optimizer",
         replace(FACTS, is_gloo=True),
         Layout(4, 1, None, LINK),
-        35.0 + 1.5 + 0.75,
-        3.0 + 1.5,
+        35.0 + 0.75 + 0.75,
+        1.5 + 1.5,
     ),
     # Reduced to shards within: 0.5 ms, across: 1 ms, gathered within: 0.5 ms.
     "shards by host": (
@@ -387,7 +395,7 @@ def test_steps_on_slow_links_are_predicted_and_ddp_is_not_slower_than_stock():
         for arm, predicted in predict_row(row, settings).items():
             assert predicted == pytest.approx(row["arms"][arm]["ms"], rel=0.1), (name, arm)
         stock, ddp = (row["arms"][arm] for arm in ("stock", "ddp"))
-        # With one rank per host ddp took up to 1.04 times as long, and the cause was not found.
-        limit = 1.05 if row["per_host"] == 1 else 0.95
+        # With one rank per host both send the same, and rounds differ by 4%.
+        limit = 1.02 if row["per_host"] == 1 else 0.95
         assert ddp["ms"] <= limit * stock["ms"], name
         assert ddp["link_bytes"] <= 1.01 * stock["link_bytes"], name

@@ -170,7 +170,11 @@ def _make_stages(
     if not (is_by_host and hosts > 1 and per_host > 1):
         if arm == "ddp":
             return make_ring(2), []
-        # More than two ranks of gloo reduce-scatter by an all-reduce, which rounds as stock PyTorch.
+        # More than two ranks of gloo on one host reduce-scatter by an all-reduce, for the bits of stock PyTorch. Over
+        # links they exchange shards, which sends half as much, all of it at once.
+        if facts.is_gloo and hosts > 1:
+            part = (hosts - 1) / hosts
+            return [_Stage(across=part, hops_across=1, is_of_shards=True)], make_ring(1)
         return make_ring(2 if facts.is_gloo and layout.world > 2 else 1), make_ring(1)
     within = _Stage((per_host - 1) / per_host, hops_within=per_host - 1, is_of_shards=True)
     across = _Stage(across=2 * (hosts - 1) / hosts, hops_across=2 * (hosts - 1))

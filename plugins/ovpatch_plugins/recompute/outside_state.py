@@ -12,8 +12,7 @@ import dis
 import functools
 import itertools
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -91,8 +90,8 @@ class _Search:
         # The attributes of classes, objects and modules of Python that were visited, with the class or the
         # dictionary that holds them.
         self._scopes: list[tuple[Any, Mapping[str, Any]]] = []
-        # The lists, dictionaries and cells of closures that were visited, by identity.
-        self._containers: dict[int, Any] = {}
+        # The lists, dictionaries and variables of closures that were visited, by identity.
+        self._containers: dict[int, NumberPlace] = {}
         # The global variables that functions name, by the identity of the dictionary that holds them.
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         # The attributes of the modules, whose generators belong to the modules' state.
@@ -119,7 +118,7 @@ class _Search:
         return [
             *(NumberPlace(values, names) for values, names in self._globals.values()),
             *(NumberPlace(owner, self._names) for owner, _ in self._scopes),
-            *map(NumberPlace, self._containers.values()),
+            *self._containers.values(),
         ]
 
     def _visit_all(self, values: Iterable[Any]) -> None:
@@ -144,7 +143,7 @@ class _Search:
         elif cls in (list, tuple, dict):
             self._visited[id(value)] = value
             if cls is not tuple and len(value) <= _MOST_ITEMS:
-                self._containers[id(value)] = value
+                self._containers[id(value)] = NumberPlace(value)
             self._visit_all(value.values() if cls is dict else value)
         elif cls is ModuleType:
             if _is_script(value.__name__):
@@ -167,7 +166,8 @@ class _Search:
         if _is_script(values.get("__name__", "")):
             names = _read_names(function.__code__)
             self._names |= names.attributes
-            self._containers |= {id(cell): cell for cell in function.__closure__ or ()}
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            self._containers |= {id(cell): NumberPlace(cell, (name,)) for name, cell in cells}
             self._globals.setdefault(id(values), (values, set()))[1].update(names.variables)
             self._visit_all(map(values.get, names.variables))
 
@@ -178,16 +178,15 @@ class _Search:
 
 def _read_closure(function: FunctionType) -> Collection[Any]:
     """Return the values of the variables of a closure."""
-    cells = function.__closure__ or ()
-    return [value for cell in cells for value in _read_cell(cell).values()]
+    return [value for cell in function.__closure__ or () for value in _read(cell)]
 
 
-def _read_cell(cell: CellType) -> dict[str, Any]:
-    """Return the value of a closure's variable, or nothing if it has no value yet."""
+def _read(cell: CellType) -> Collection[Any]:
+    """Return the value of a closure's variable, or nothing if it has none yet."""
     try:
-        return {"": cell.cell_contents}
+        return (cell.cell_contents,)
     except ValueError:
-        return {}
+        return ()
 
 
 def _has_attributes(value: Any) -> bool:
@@ -215,108 +214,48 @@ def _is_script(module: str) -> bool:
 
 # --- numbers ---
 
-# Types of numbers. A flag is none: if it says that something is prepared, a second forward must not prepare it again.
-_NUMBERS: Final = (int, float)
-# Types that a value may have before it becomes another number.
-_PLAIN: Final = (*_NUMBERS, type(None))
-
-
-class _Missing:
-    """The value of a key that does not exist."""
-
-
-class _Other:
-    """The value of a key whose value is not to be restored, and may hold a graph."""
-
 
 class NumberPlace(NamedTuple):
     """A place that may hold numbers.
 
     Attributes:
         owner: A dictionary, a list, a class, or the cell of a closure's variable.
-        names: The keys or attributes that are read; None for all of them.
+        names: The keys or attributes that are read, or the name of the variable; None for all keys.
     """
 
     owner: Any
     names: Collection[str] | None = None
 
-    def read(self) -> dict[Any, Any]:
-        """Return the values by key."""
-        owner = self.owner
+    def read(self) -> dict[Any, float]:
+        """Return the numbers by key."""
+        owner, names = self.owner, self.names
         if type(owner) is CellType:
-            return _read_cell(owner)
-        if type(owner) is list:
-            return dict(enumerate(owner))
-        # Another thread may add an item while this one looks for numbers, so it looks in a copy.
-        items = dict(vars(owner) if isinstance(owner, type) else owner)
-        keys = items if self.names is None else items.keys() & self.names
-        return {key: items[key] for key in keys}
-
-    def is_changed(self, before: Any, now: float) -> bool:
-        """Return whether a number is another one than before the forward, and can be restored."""
-        if type(before) in _PLAIN:
-            return bool(before != now)
-        # From anything but a dictionary, a number that the forward has added cannot be removed.
-        return before is _Missing and type(self.owner) is dict
-
-    def write(self, key: Any, value: Any) -> None:
-        """Write a value, or remove it from a dictionary if it is missing."""
-        owner = self.owner
-        if isinstance(owner, type):
-            setattr(owner, key, value)
-        elif type(owner) is CellType:
-            owner.cell_contents = value
-        elif type(owner) is dict and value is _Missing:
-            owner.pop(key, None)
-        elif type(owner) is dict or key < len(owner):
-            owner[key] = value
+            items: dict[Any, Any] = {name: value for name in names or () for value in _read(owner)}
+        elif type(owner) is list:
+            items = dict(enumerate(owner))
+        else:
+            # Another thread may add an item while this one looks for numbers, so it looks in a copy.
+            items = dict(vars(owner) if isinstance(owner, type) else owner)
+        keys = items if names is None else items.keys() & names
+        # Flags are bool.
+        return {key: items[key] for key in keys if type(items[key]) in (int, float)}
 
 
 class OutsideNumbers:
-    """The numbers outside of a block's modules that its forward changes, as they are before it.
-
-    The recomputation starts from these numbers and then restores the current values, so each number changes
-    once, as in stock PyTorch.
+    """The numbers outside of a block's modules before its recomputation, which would count twice.
 
     Args:
-        places: The places that the forward may write to.
+        modules: The block and the modules inside of it.
     """
 
-    def __init__(self, places: Sequence[NumberPlace]) -> None:
-        # The values of each place before the forward: all of them during it, and after it the numbers that it changed.
-        self._before: list[tuple[NumberPlace, dict[Any, Any]]] = []
-        for place in places:
-            values = place.read().items()
-            before = {key: value if type(value) in _PLAIN else _Other for key, value in values}
-            self._before.append((place, before))
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._before = [(place, place.read()) for place in search_outside(modules)[1]]
 
-    def end_forward(self) -> bool:
-        """Keep the numbers that the forward has changed, and return whether there are any."""
-        all_before, self._before = self._before, []
-        for place, before in all_before:
-            changed = {
-                key: before.get(key, _Missing)
-                for key, value in place.read().items()
-                if type(value) in _NUMBERS and place.is_changed(before.get(key, _Missing), value)
-            }
-            if changed:
-                self._before.append((place, changed))
-        return bool(self._before)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore the numbers of before the forward in this context; afterwards, restore the current values."""
-        current = []
+    def find_changed(self) -> str:
+        """Return the name of a number that has changed, in words; "" if none has."""
         for place, before in self._before:
-            items = place.read()
-            current.append({key: items.get(key, _Missing) for key in before})
-        try:
-            self._write([before for _, before in self._before])
-            yield
-        finally:
-            self._write(current)
-
-    def _write(self, values_by_place: Sequence[Mapping[Any, Any]]) -> None:
-        for (place, _), values in zip(self._before, values_by_place, strict=True):
-            for key, value in values.items():
-                place.write(key, value)
+            now = place.read()
+            for key in now.keys() | before.keys():
+                if now.get(key) != before.get(key):
+                    return key if isinstance(key, str) else f"with the key {key!r}"
+        return ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,10 +40,10 @@ from ovpatch_plugins.recompute.selective import Contexts
 
 # The key of a call in the metadata of the nodes that made the block's outputs.
 _KEY: Final = "ovpatch_recomputation"
-# The keys of a block's number of calls, of whether its forward depends on generators or numbers outside of its
-# modules, and of whether it draws from numpy.
+# The keys of a block's number of calls, of whether its code names generators outside of its modules, and of
+# whether its forward draws from numpy.
 _CALLS: Final = "recompute: calls"
-_HAS_OUTSIDE: Final = "recompute: has outside"
+_NAMES_GENERATORS: Final = "recompute: names generators"
 _DRAWS: Final = "recompute: draws from numpy"
 # A block is nearly through its backward when this part of its saved tensors, a quarter, is left.
 _NEARLY_USED_DIVISOR: Final = 4
@@ -147,12 +148,11 @@ class Recomputation:
         self._autocast = Autocast(tensors)
         self._state = ModuleState(block, modules)
         generators += self._state.generators
-        # Code that leads to no generator, and changes no number, is read again in few calls.
-        is_searched = is_power_of_two or kept.get(_HAS_OUTSIDE)
-        outside, places = search_outside(modules) if is_searched else ([], [])
-        if outside:
-            kept[_HAS_OUTSIDE] = True
-        self._numbers = OutsideNumbers(places)
+        # Code that leads to no generator is read again in few calls.
+        is_searched = is_power_of_two or kept.get(_NAMES_GENERATORS)
+        outside = search_outside(modules)[0] if is_searched else []
+        kept[_NAMES_GENERATORS] = bool(outside)
+        self._watches_numbers = is_power_of_two
         self._random = RandomState(
             tensors, generators, outside, is_power_of_two or kept.get(_DRAWS, False)
         )
@@ -170,8 +170,6 @@ class Recomputation:
         try:
             if self._random.end_forward():
                 attached_values(self._block)[_DRAWS] = True
-            if self._numbers.end_forward():
-                attached_values(self._block)[_HAS_OUTSIDE] = True
             self._state.end_forward()
         except KeyError as error:
             raise self._make_error(
@@ -252,6 +250,7 @@ class Recomputation:
         self._left = 0
         self._has_begun = False
         self._doubts = []
+        numbers = OutsideNumbers(self._modules) if self._watches_numbers else None
         try:
             hooks = saved_tensors_hooks(self._take, lambda tensor: tensor)
             with suppress(_EnoughError), self._restored_state(), hooks:
@@ -272,6 +271,13 @@ class Recomputation:
                     "tensor in it",
                 ) from error
             raise
+        if numbers is not None and (name := numbers.find_changed()):
+            warnings.warn(
+                f"ovpatch: block {self._name} changes the number {name} outside of its modules in its "
+                "forward, and its recomputation has changed it again. Keep the number in an attribute "
+                "of the module, or leave the block out with OVPATCH_RECOMPUTE_BLOCKS.",
+                stacklevel=2,
+            )
 
     @contextmanager
     def _restored_state(self) -> Iterator[None]:
@@ -280,7 +286,6 @@ class Recomputation:
             profiler_span(label),
             _inside_block(),
             self._random.restored(),
-            self._numbers.restored(),
             self._autocast.restored(),
             self._state.restored(),
             self._contexts[1],
@@ -350,8 +355,9 @@ class Recomputation:
         """
         if not remedy:
             what += (
-                ". Its forward depends on state that cannot be restored, such as an iterator, a tensor or "
-                "a cache outside of its modules, or an operator adds in varying order"
+                ". Its forward depends on state that cannot be restored, such as a random "
+                "generator, a counter or a cache outside of its modules, or an operator adds in "
+                "varying order"
             )
             remedy = (
                 "Keep such state in an attribute of the module, set "

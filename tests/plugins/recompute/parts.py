@@ -22,7 +22,6 @@ CALLS: list[str] = []
 _SHARED = types.SimpleNamespace(calls=0, generator=random.Random(0))
 _COUNT = 0
 _STATS: dict[str, int] = {}
-_TOTAL = torch.zeros(())
 _NUMBERS = itertools.count()
 
 
@@ -209,11 +208,6 @@ def _count_globally(part: Part, x: Tensor) -> Tensor:
     return scale(part, x, 0.1 * _COUNT)
 
 
-def _count_in_tensor(part: Part, x: Tensor) -> Tensor:
-    _TOTAL.add_(1)
-    return scale(part, x, 0.1 * float(_TOTAL))
-
-
 class _CountedPart(Part):
     counted = 0
 
@@ -263,46 +257,59 @@ PARTS |= {
     "generator in a closure": _make_closure,
 }
 
+# Parts whose state is out of reach.
+LOST: dict[str, Callable[[], nn.Module]] = {
+    "iterator of the script": lambda: Part(lambda part, x: scale(part, x, 0.1 * next(_NUMBERS))),
+    "counter of the script": lambda: Part(_count_globally),
+    "counter in an object": lambda: Part(_count_in_object),
+    "counter in a class": lambda: _CountedPart(_count_in_class),
+}
+
 
 def _count_in_dictionary(part: Part, x: Tensor) -> Tensor:
-    """Count in an item that the first call adds, and show the number to no saved tensor."""
-    _STATS["calls"] = _STATS.get("calls", 0) + 1
-    return scale(part, x, 0.0) * (1 + 0.1 * _STATS["calls"])
+    """Count in an item that the first call adds."""
+    _STATS["dictionary"] = _STATS.get("dictionary", 0) + 1
+    return scale(part, x, 0.0)
 
 
 def _count_in_list(part: Part, x: Tensor) -> Tensor:
     part.counts.items[0] += 1
-    return scale(part, x, 0.0) * (1 + 0.1 * part.counts.items[0])
+    return scale(part, x, 0.0)
+
+
+def _count_in_attribute(part: Part, x: Tensor) -> Tensor:
+    part.counts.calls += 1
+    return scale(part, x, 0.0)
 
 
 def _make_counting_closure() -> Part:
-    calls = 0
+    in_closure = 0
 
     def count(part: Part, x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return scale(part, x, 0.0) * (1 + 0.1 * calls)
+        nonlocal in_closure
+        in_closure += 1
+        return scale(part, x, 0.0)
 
     return Part(count)
 
 
-# Parts that count outside of the modules, in places to which names in their code lead.
-PARTS |= {
-    "counter of the script": lambda: Part(_count_globally),
-    "counter in an object": lambda: Part(_count_in_object),
-    "counter in a class": lambda: _CountedPart(_count_in_class),
-    "counter in a dictionary, and no saved tensor shows it": lambda: Part(_count_in_dictionary),
-    "counter in a list in an attribute's object": lambda: Part(
+def _keep_longest(part: Part, x: Tensor) -> Tensor:
+    """Keep the longest input, as a table of positions does; a recomputation changes nothing."""
+    _STATS["longest"] = max(_STATS.get("longest", 0), len(x))
+    return scale(part, x, 0.0)
+
+
+# Parts that count where no saved tensor shows it, with the names in the warning.
+TOLD: dict[str, Callable[[], nn.Module]] = {
+    "dictionary": lambda: Part(_count_in_dictionary),
+    "with the key 0": lambda: Part(
         _count_in_list, counts=types.SimpleNamespace(items=[0, torch.ones(1)])
     ),
-    "counter in a closure": _make_counting_closure,
+    "calls": lambda: Part(_count_in_attribute, counts=types.SimpleNamespace(calls=0)),
+    "in_closure": _make_counting_closure,
 }
-
-# Parts whose state is out of reach.
-LOST: dict[str, Callable[[], nn.Module]] = {
-    "iterator of the script": lambda: Part(lambda part, x: scale(part, x, 0.1 * next(_NUMBERS))),
-    "tensor of the script": lambda: Part(_count_in_tensor),
-}
+# A part that changes a number only once.
+UNTOLD = {"a longest input": lambda: Part(_keep_longest)}
 
 
 class Stack(nn.Module):
@@ -333,10 +340,6 @@ def read_state(model: nn.Module) -> list[Tensor]:
         len(CALLS),
         torch.rand(2, generator=_GENERATOR),
         _SHARED.generator.random(),
-        _SHARED.calls,
-        _COUNT,
-        _CountedPart.counted,
-        sum(_STATS.values()),
     ]
     for part in model.modules():
         for name in ("calls", "total", "state", "cached", "loss", "drawn"):
@@ -358,7 +361,6 @@ def seed_streams() -> None:
     _GENERATOR.manual_seed(1)
     CALLS.clear()
     _STATS.clear()
-    _TOTAL.zero_()
     _SHARED.calls, _SHARED.generator = 0, random.Random(0)
     global _COUNT, _NUMBERS
     _COUNT = _CountedPart.counted = 0

@@ -435,20 +435,22 @@ def test_operators_that_must_run_again_are_not_kept(
 # --- errors ---
 
 
-# An item for each forward of the blocks below, which no recomputation removes.
-_FORWARDS: list[str] = []
-
-
 class _Breaks(Block):
-    """A block that cannot be computed again, for the reason ``how``."""
+    """A block that cannot be computed again, for the reason ``how``.
+
+    Attributes:
+        forwards: A count of forwards that no recomputation restores, because it is an attribute of the class.
+    """
+
+    forwards = 0
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
-        has_run = len(_FORWARDS) > 1
-        _FORWARDS.append(self.how)
+        has_run = _Breaks.forwards > 1
+        _Breaks.forwards += 1
         if self.how == "other tensors" and has_run:
             x = x * torch.ones(1, WIDTH)
         if self.how == "fewer tensors" and has_run:
@@ -473,7 +475,7 @@ BROKEN = {
 
 
 def _break(how: str) -> str:
-    _FORWARDS.clear()
+    _Breaks.forwards = 0
     model = Decoder(lambda: _Breaks(how), layers=2)
     recompute(model)
     inputs = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from tests.plugins.recompute.parts import (
     CALLS,
     LOST,
     PARTS,
+    TOLD,
+    UNTOLD,
     WIDTH,
     Part,
     Stack,
@@ -147,6 +150,39 @@ def test_state_out_of_reach_is_an_error(ranks: Any) -> None:
             "ovpatch: block layers.1 does not compute the same again: tensor "
         ), f"{name}: {text}"
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
+
+
+def _tell(parts: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
+    found = {}
+    for name, part in parts.items():
+        stock = train([[nn.SiLU, part]] * 2)
+        with (
+            ovpatch.applied("recompute", options=BLOCKS),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            patched = train([[nn.SiLU, part]] * 2)
+        texts = [str(warning.message) for warning in caught]
+        found[name] = (
+            count_differences(stock, patched),
+            [text for text in texts if "number" in text],
+        )
+    return found
+
+
+def _tell_all() -> dict[str, tuple[int, list[str]]]:
+    return _tell(TOLD | UNTOLD)
+
+
+def test_a_number_that_is_counted_twice_is_told(ranks: Any) -> None:
+    (found,) = ranks(1)(_tell_all)
+    for name, (changed, texts) in found.items():
+        assert changed == 0, name
+        if name in UNTOLD:
+            assert texts == []
+        else:
+            assert f" changes the number {name} outside of its modules" in texts[0], texts
+            assert texts[0].endswith("or leave the block out with OVPATCH_RECOMPUTE_BLOCKS.")
 
 
 def _draw_late(part: Part, x: Tensor) -> Tensor:
