@@ -125,8 +125,8 @@ def _find(command: Sequence[str], *, strict: bool) -> Place | None:
         name, arguments = os.path.basename(word), command[position + 1 :]
         if name in _TORCHRUN:
             # Of torch.distributed.launch alone, which starts torchrun.
-            others = [word for word in arguments if word not in ("--use-env", "--use_env")]
-            return _find_by_torchrun(others, strict=strict)
+            words = [word for word in arguments if word not in ("--use-env", "--use_env")]
+            return _find_by_torchrun(words, strict=strict)
         if name in _ACCELERATE_LAUNCH:
             return _find_by_accelerate(arguments, strict=strict)
         if name in _ACCELERATE and arguments[:1] == ["launch"]:

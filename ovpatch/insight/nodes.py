@@ -291,7 +291,7 @@ def choose_runner(
 
 def _run_if_alone(*args: Any, **kwargs: Any) -> Outcome:
     outcome = variants.run_variant(*args, **kwargs)
-    # A failure has a report of its own.
+    # A failure is reported otherwise.
     is_good = not (outcome.interrupted or outcome.timed_out or outcome.code)
     if is_good and (seen := variants.describe_node(outcome.folder)):
         raise SettingsError(_ERROR_UNSEEN.format(seen))

@@ -256,8 +256,8 @@ class freeze_later(Loop):
         super().start(step)
 
 
-# The stock reducer with skip_all_reduce_unused_params divides the kept gradient of a bucket in each step and adds no
-# other rank's to it, if the gradient is a view of the bucket or sparse. Here it stays as it is.
+# The stock reducer with skip_all_reduce_unused_params scales the kept gradient of a bucket down in each step, and adds
+# no other one to it, if the gradient is a view of the bucket or sparse. Here it stays as it is.
 @habit(
     without=(
         *_STATIC,

@@ -146,13 +146,13 @@ def test_the_settings_of_accelerate_tell_where_its_nodes_meet(monkeypatch, tmp_p
     assert find_place(command) == Place(3, 0, "a", 8)
     assert find_place([*command[:2], "--cpu", "train.py"]) is None
     # Arguments win over the file, and the file that is named over the default one.
-    other = tmp_path / "other.yaml"
-    other.write_text(f"{base}num_machines: 4\nmachine_rank: 1\nmain_process_ip: c\n")
-    named = ["accelerate-launch", "--config_file", str(other), "--main_process_port", "5"]
+    named_file = tmp_path / "named.yaml"
+    named_file.write_text(f"{base}num_machines: 4\nmachine_rank: 1\nmain_process_ip: c\n")
+    named = ["accelerate-launch", "--config_file", str(named_file), "--main_process_port", "5"]
     assert find_place([*named, "train.py"]) == Place(4, 1, "c", 6)
     assert find_place([*named, "--rdzv_backend", "c10d", "train.py"]) == Place(4, None, "c", 6)
     for text in ("no: [", "unknown_key: 1\nnum_machines: 2\n", "\0"):
-        other.write_text(text)
+        named_file.write_text(text)
         assert find_place([*named, "train.py"]) is None
 
 

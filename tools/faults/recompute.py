@@ -88,11 +88,11 @@ FAULTS: Final = (
         (_REPEATED_TESTS + "test_each_part_has_the_bits_of_torch",),
     ),
     Fault(
-        "a recomputation that counts twice is not told",
+        "a recomputation that counts twice gives no warning",
         _RECOMPUTE + "outside_state.py",
         "                if now.get(key) != before.get(key):\n",
         "                if not place:\n",
-        (_REPEATED_TESTS + "test_a_number_that_is_counted_twice_is_told",),
+        (_REPEATED_TESTS + "test_a_number_that_is_counted_twice_gives_a_warning",),
     ),
     Fault(
         "a recomputation draws the next numbers of a generator outside of its modules",

@@ -300,7 +300,7 @@ def _keep_longest(part: Part, x: Tensor) -> Tensor:
 
 
 # Parts that count where no saved tensor shows it, with the names in the warning.
-TOLD: dict[str, Callable[[], nn.Module]] = {
+NOTIFIED: dict[str, Callable[[], nn.Module]] = {
     "dictionary": lambda: Part(_count_in_dictionary),
     "with the key 0": lambda: Part(
         _count_in_list, counts=types.SimpleNamespace(items=[0, torch.ones(1)])
@@ -309,7 +309,7 @@ TOLD: dict[str, Callable[[], nn.Module]] = {
     "in_closure": _make_counting_closure,
 }
 # A part that changes a number only once.
-UNTOLD = {"a longest input": lambda: Part(_keep_longest)}
+UNNOTIFIED = {"a longest input": lambda: Part(_keep_longest)}
 
 
 class Stack(nn.Module):

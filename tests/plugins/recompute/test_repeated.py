@@ -30,9 +30,9 @@ from tests.plugins.recompute.models import count_differences
 from tests.plugins.recompute.parts import (
     CALLS,
     LOST,
+    NOTIFIED,
     PARTS,
-    TOLD,
-    UNTOLD,
+    UNNOTIFIED,
     WIDTH,
     Part,
     Stack,
@@ -152,7 +152,7 @@ def test_state_out_of_reach_is_an_error(ranks: Any) -> None:
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
 
 
-def _tell(parts: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
+def _notify(parts: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
     found = {}
     for name, part in parts.items():
         stock = train([[nn.SiLU, part]] * 2)
@@ -170,15 +170,15 @@ def _tell(parts: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
     return found
 
 
-def _tell_all() -> dict[str, tuple[int, list[str]]]:
-    return _tell(TOLD | UNTOLD)
+def _notify_all() -> dict[str, tuple[int, list[str]]]:
+    return _notify(NOTIFIED | UNNOTIFIED)
 
 
-def test_a_number_that_is_counted_twice_is_told(ranks: Any) -> None:
-    (found,) = ranks(1)(_tell_all)
+def test_a_number_that_is_counted_twice_gives_a_warning(ranks: Any) -> None:
+    (found,) = ranks(1)(_notify_all)
     for name, (changed, texts) in found.items():
         assert changed == 0, name
-        if name in UNTOLD:
+        if name in UNNOTIFIED:
             assert texts == []
         else:
             assert f" changes the number {name} outside of its modules" in texts[0], texts
