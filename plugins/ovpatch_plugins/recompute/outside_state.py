@@ -1,8 +1,8 @@
 """Random generators and numbers outside of a block's modules, found by the names in their code.
 
 A forward may draw from a generator that is a global variable, a variable of a closure, or an attribute of an
-object that several modules share, or count its calls in such a place. Names in its code lead to each of
-these. So the code of the modules' classes is read, and then the code of the functions and objects that it
+object that several modules share. It may also count its calls in such a place. Names in its code lead to
+each of these. So the code of the modules' classes is read, and then the code of the functions and objects that it
 names.
 """
 
