@@ -34,7 +34,9 @@ FRAMING_BYTES = 300_000
 # --- the test bed ---
 
 
-@pytest.mark.parametrize("rate", ["", "fast", "0mbit", "-1mbit", "200", "200 mbit"])
+@pytest.mark.parametrize(
+    "rate", ["", "fast", "0mbit", "-1mbit", "200", "200 mbit", "9999999gbit", 200]
+)
 def test_a_rate_that_tc_does_not_understand_is_an_error(rate):
     with pytest.raises(ValueError, match="200mbit"), hosts(1, rate=rate):
         pass

@@ -378,7 +378,7 @@ def test_a_process_that_waits_in_the_tool_blames_neither_the_script_nor_ovpatch(
 def test_of_several_nodes_each_says_which_ranks_it_saw(machine, bench):
     machine.rank = {"world": 4}
     machine.identity = {"world_size": "4", "local_world_size": "2"}
-    _, texts, _ = bench("--rounds", "1")
+    _, texts, _ = bench("--rounds", "1", "--nodes", "1")
     assert texts.out.count("- this node saw ranks 0 to 1 of 4") == 1
     assert "nothing is known of rank" not in texts.out
 

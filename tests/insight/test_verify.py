@@ -304,6 +304,8 @@ def test_two_nodes_give_one_verdict(site, tmp_path):
 def test_ranks_on_nodes_that_do_not_meet_are_an_error_after_one_run(
     tool, verify, site, monkeypatch, capfd
 ):
+    # The timeline writes its files here.
+    monkeypatch.chdir(site.folder)
     # A launcher that ovpatch does not know started this node of two.
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     for name, value in job.items():

@@ -38,7 +38,7 @@ from tests.support.scripts import Result
 _TOOLS: Final = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 _NAMESPACES: Final = ("net", "uts", "mnt")
 _CLONE_FLAGS: Final = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
-_RATE: Final = re.compile(r"[1-9]\d*(k|m|g)bit")
+_RATE: Final = re.compile(r"[1-9]\d{0,5}(k|m|g)bit")
 _NETWORK: Final = "10.77.0"
 # A queue must hold a segment that the kernel has not split yet (64 KiB).
 _BURST: Final = "256kb"
@@ -149,7 +149,7 @@ class Cluster:
 
     def limit(self, host: int, rate: str) -> None:
         """Limit the rate of a host's link in both directions, such as ``200mbit``."""
-        if not _RATE.fullmatch(rate):
+        if not _RATE.fullmatch(str(rate)):
             raise ValueError(_ERROR_RATE.format(rate))
         queue = f"root tbf rate {rate} burst {_BURST} latency 400ms"
         pid = self._pid(host)
@@ -327,7 +327,7 @@ def hosts(count: int, *, rate: str | None = None) -> Iterator[Cluster]:
         count: The number of hosts.
         rate: The limit of each link in both directions, such as ``200mbit``. Default: none.
     """
-    if rate is not None and not _RATE.fullmatch(rate):
+    if rate is not None and not _RATE.fullmatch(str(rate)):
         raise ValueError(_ERROR_RATE.format(rate))
     if not 1 <= count <= 254:
         raise ValueError(_ERROR_COUNT.format(count))
