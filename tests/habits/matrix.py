@@ -153,7 +153,7 @@ def run_row(cells: Sequence[Cell]) -> list[Outcome]:
     )
     for i, (cell, noisy) in enumerate(zip(cells, _any_rank(is_noisy), strict=True)):
         if has_defect[i]:
-            outcomes.append(Outcome("", "torch has found a defect of its own"))
+            outcomes.append(Outcome("", "torch reports a defect in itself"))
             continue
         noise_runs = []
         if noisy and cell.world > 2:
