@@ -191,11 +191,12 @@ def _find_by_accelerate(arguments: Sequence[str], *, strict: bool = True) -> Pla
     try:
         launch: Any = importlib.import_module("accelerate.commands.launch")
         config: Any = importlib.import_module("accelerate.commands.config.config_args")
+        yaml: Any = importlib.import_module("yaml")
     except ImportError:
-        return None
-    values: dict[str, Any] = {}
+        return _find_by_environment(strict=strict)
+    place: Place | None = None
     # Accelerate itself reports wrong arguments and files.
-    wrong = (SystemExit, OSError, ValueError, importlib.import_module("yaml").YAMLError)
+    wrong = (SystemExit, OSError, ValueError, TypeError, AttributeError, yaml.YAMLError)
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(*wrong):
         parsed = launch.launch_command_parser().parse_args(list(arguments))
         file = parsed.config_file
@@ -203,16 +204,25 @@ def _find_by_accelerate(arguments: Sequence[str], *, strict: bool = True) -> Pla
             os.path.isfile(config.default_config_file) and not parsed.cpu
         )
         settings = vars(config.load_config_from_file(file)) if has_file else {}
-        values = {name: getattr(parsed, name) or settings.get(name) for name in _ACCELERATE_OPTIONS}
-        is_static = parsed.rdzv_backend == "static"
-    count = int(values.get("num_machines") or 1)
-    if count == 1:
+        place = _read_accelerate(parsed, settings)
+    if place is not None and strict and not place.host:
+        raise SettingsError(_ERROR_ACCELERATE.format(place.count))
+    return place
+
+
+def _read_accelerate(parsed: Any, settings: dict[str, Any]) -> Place | None:
+    values = {name: getattr(parsed, name) or settings.get(name) for name in _ACCELERATE_OPTIONS}
+    count = int(values["num_machines"] or 1)
+    has_deepspeed = parsed.use_deepspeed or "DEEPSPEED" in str(settings.get("distributed_type"))
+    starter = parsed.deepspeed_multinode_launcher or (settings.get("deepspeed_config") or {}).get(
+        "deepspeed_multinode_launcher"
+    )
+    # By default, DeepSpeed's node 0 starts the others.
+    if count == 1 or (has_deepspeed and starter != "standard"):
         return None
-    host = values["main_process_ip"] or ""
-    if strict and not host:
-        raise SettingsError(_ERROR_ACCELERATE.format(count))
-    index = int(values["machine_rank"] or 0) if is_static else None
-    return Place(count, index, host, _choose_port(int(values["main_process_port"] or _MASTER_PORT)))
+    index = int(values["machine_rank"] or 0) if parsed.rdzv_backend == "static" else None
+    port = int(values["main_process_port"] or _MASTER_PORT)
+    return Place(count, index, values["main_process_ip"] or "", _choose_port(port))
 
 
 def _choose_port(launcher_port: int) -> int:

@@ -151,7 +151,17 @@ def test_the_settings_of_accelerate_tell_where_its_nodes_meet(monkeypatch, tmp_p
     named = ["accelerate-launch", "--config_file", str(named_file), "--main_process_port", "5"]
     assert find_place([*named, "train.py"]) == Place(4, 1, "c", 6)
     assert find_place([*named, "--rdzv_backend", "c10d", "train.py"]) == Place(4, None, "c", 6)
-    for text in ("no: [", "unknown_key: 1\nnum_machines: 2\n", "\0"):
+    assert find_place([*named, "--use_deepspeed", "train.py"]) is None
+    by_hand = ["--use_deepspeed", "--deepspeed_multinode_launcher", "standard"]
+    assert find_place([*named, *by_hand, "train.py"]) == Place(4, 1, "c", 6)
+    for text in (
+        "no: [",
+        "unknown_key: 1\nnum_machines: 2\n",
+        "\0",
+        "",
+        "[1]",
+        f"{base}num_machines: two\n",
+    ):
         named_file.write_text(text)
         assert find_place([*named, "train.py"]) is None
 

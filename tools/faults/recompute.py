@@ -90,8 +90,8 @@ FAULTS: Final = (
     Fault(
         "a recomputation that counts twice gives no warning",
         _RECOMPUTE + "outside_state.py",
-        "                if now.get(key) != before.get(key):\n",
-        "                if not place:\n",
+        "if now.get(key) is not before.get(key) and now.get(key) != before.get(key):\n",
+        "if not place:\n",
         (_REPEATED_TESTS + "test_a_number_that_is_counted_twice_gives_a_warning",),
     ),
     Fault(

@@ -171,7 +171,7 @@ def _make_stages(
         if arm == "ddp":
             return make_ring(2), []
         # More than two ranks of gloo on one host reduce-scatter by an all-reduce, for the bits of stock PyTorch. Over
-        # links they exchange shards, which sends half as much, all of it at once.
+        # links they exchange shards of fp32 gradients, which sends half as much, all of it at once.
         if facts.is_gloo and hosts > 1:
             part = (hosts - 1) / hosts
             return [_Stage(across=part, hops_across=1, is_of_shards=True)], make_ring(1)

@@ -12,6 +12,7 @@ import dis
 import functools
 import itertools
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -30,6 +31,7 @@ _LIBRARIES: Final = frozenset(
     {*sys.stdlib_module_names, "numpy", "ovpatch", "ovpatch_plugins", "torch"}
 )
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+_CONTAINERS: Final = (list, tuple, dict, Counter, OrderedDict, defaultdict)
 # Code and objects beyond this number are not read, nor are more items of a list or dictionary.
 _MOST_OBJECTS: Final = 2000
 _MOST_ITEMS: Final = 1000
@@ -140,11 +142,11 @@ class _Search:
             self._visit_all([value.fget])
         elif cls is functools.partial:
             self._visit_all([value.func, *value.args, *value.keywords.values()])
-        elif cls in (list, tuple, dict):
+        elif cls in _CONTAINERS:
             self._visited[id(value)] = value
             if cls is not tuple and len(value) <= _MOST_ITEMS:
                 self._containers[id(value)] = NumberPlace(value)
-            self._visit_all(value.values() if cls is dict else value)
+            self._visit_all(value.values() if issubclass(cls, dict) else value)
         elif cls is ModuleType:
             if _is_script(value.__name__):
                 self._add_scope(value, vars(value))
@@ -256,6 +258,7 @@ class OutsideNumbers:
         for place, before in self._before:
             now = place.read()
             for key in now.keys() | before.keys():
-                if now.get(key) != before.get(key):
+                # A NaN is itself, but not equal to itself.
+                if now.get(key) is not before.get(key) and now.get(key) != before.get(key):
                     return key if isinstance(key, str) else f"with the key {key!r}"
         return ""

@@ -259,6 +259,14 @@ class Recomputation:
                 raise self._make_error(
                     f"it saved {len(self._saved)} tensors for backward, and now {self._seen}"
                 )
+            if numbers is not None and (name := numbers.find_changed()):
+                warnings.warn(
+                    f"ovpatch: the number {name} outside of the modules of block {self._name} changed "
+                    "while the block was computed again. A forward that counts there counts twice. "
+                    "Keep the number in an attribute of the module, or leave the block out with "
+                    "OVPATCH_RECOMPUTE_BLOCKS.",
+                    stacklevel=2,
+                )
         except BaseException as error:
             self._drop()
             # Values that may hold a graph are kept weakly, so the second forward may not find them.
@@ -271,13 +279,6 @@ class Recomputation:
                     "tensor in it",
                 ) from error
             raise
-        if numbers is not None and (name := numbers.find_changed()):
-            warnings.warn(
-                f"ovpatch: block {self._name} changes the number {name} outside of its modules in its "
-                "forward, and its recomputation has changed it again. Keep the number in an attribute "
-                "of the module, or leave the block out with OVPATCH_RECOMPUTE_BLOCKS.",
-                stacklevel=2,
-            )
 
     @contextmanager
     def _restored_state(self) -> Iterator[None]:
