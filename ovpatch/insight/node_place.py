@@ -217,7 +217,7 @@ def _read_accelerate(parsed: Any, settings: dict[str, Any]) -> Place | None:
     starter = parsed.deepspeed_multinode_launcher or (settings.get("deepspeed_config") or {}).get(
         "deepspeed_multinode_launcher"
     )
-    # By default, DeepSpeed's node 0 starts the others.
+    # By default, DeepSpeed's node 0 starts its peers.
     if count == 1 or (has_deepspeed and starter != "standard"):
         return None
     index = int(values["machine_rank"] or 0) if parsed.rdzv_backend == "static" else None
