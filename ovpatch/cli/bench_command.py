@@ -118,8 +118,10 @@ def main(arguments: argparse.Namespace) -> int:
     def lead(nodes: Leader | None) -> int:
         with command_line.open_folder(arguments.out) as out:
             given = {name: getattr(arguments, name) for name in (*names, "timeout")}
-            given["must_see_all_ranks"] = arguments.nodes is None
-            plan = BenchPlan(command, out, nodes=nodes, **given)
+            must_see_all_ranks = arguments.nodes is None
+            plan = BenchPlan(
+                command, out, nodes=nodes, must_see_all_ranks=must_see_all_ranks, **given
+            )
             return _measure(plan, arguments, question)
 
     return command_line.lead_or_follow(arguments, "bench", command, (*names, "what_if"), lead)

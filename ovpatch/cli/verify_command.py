@@ -61,8 +61,10 @@ def _verify(arguments: argparse.Namespace, nodes: Leader | None) -> int:
     with command_line.open_folder(arguments.out) as folder:
         names = ("steps", "features", "noise", "deterministic", "timeout")
         options = {name: getattr(arguments, name) for name in names}
-        options["must_see_all_ranks"] = arguments.nodes is None
-        request = Request(arguments.command, folder, nodes=nodes, **options)
+        must_see_all_ranks = arguments.nodes is None
+        request = Request(
+            arguments.command, folder, nodes=nodes, must_see_all_ranks=must_see_all_ranks, **options
+        )
         with _show_progress(arguments.steps) as progress:
             result = verify(request, progress)
         if nodes is not None:

@@ -134,7 +134,7 @@ def _find(command: Sequence[str], *, strict: bool) -> Place | None:
     return _find_by_environment(strict=strict)
 
 
-def _find_by_torchrun(arguments: Sequence[str], *, strict: bool = True) -> Place | None:
+def _find_by_torchrun(arguments: Sequence[str], *, strict: bool) -> Place | None:
     """Return the place by torchrun's arguments, and its variables ``PET_…``.
 
     Args:
@@ -180,7 +180,7 @@ def _read_torchrun(parsed: Any, *, strict: bool) -> Place | None:
     )
 
 
-def _find_by_accelerate(arguments: Sequence[str], *, strict: bool = True) -> Place | None:
+def _find_by_accelerate(arguments: Sequence[str], *, strict: bool) -> Place | None:
     """Return the place by the arguments of ``accelerate launch``, and its file of settings.
 
     Args:
@@ -229,7 +229,7 @@ def _choose_port(launcher_port: int) -> int:
     return launcher_port + (1 if launcher_port < _MAX_PORT else -1)
 
 
-def _find_by_environment(*, strict: bool = True) -> Place | None:
+def _find_by_environment(*, strict: bool) -> Place | None:
     """Return the place by the variables of ``srun``, or of a launcher that numbers its processes.
 
     Each process that such a launcher starts is a node here, even if it runs one rank.

@@ -149,8 +149,7 @@ class Cluster:
 
     def limit(self, host: int, rate: str) -> None:
         """Limit the rate of a host's link in both directions, such as ``200mbit``."""
-        if not _RATE.fullmatch(str(rate)):
-            raise ValueError(_ERROR_RATE.format(rate))
+        _check_rate(rate)
         queue = f"root tbf rate {rate} burst {_BURST} latency 400ms"
         pid = self._pid(host)
         self._in_switch(f"tc qdisc replace dev port{host} {queue}")
@@ -319,6 +318,11 @@ class Cluster:
         return self._pids[host]
 
 
+def _check_rate(rate: object) -> None:
+    if not _RATE.fullmatch(str(rate)):
+        raise ValueError(_ERROR_RATE.format(rate))
+
+
 @contextmanager
 def hosts(count: int, *, rate: str | None = None) -> Iterator[Cluster]:
     """Make hosts on one bridge, and remove them after the block.
@@ -327,8 +331,8 @@ def hosts(count: int, *, rate: str | None = None) -> Iterator[Cluster]:
         count: The number of hosts.
         rate: The limit of each link in both directions, such as ``200mbit``. Default: none.
     """
-    if rate is not None and not _RATE.fullmatch(str(rate)):
-        raise ValueError(_ERROR_RATE.format(rate))
+    if rate is not None:
+        _check_rate(rate)
     if not 1 <= count <= 254:
         raise ValueError(_ERROR_COUNT.format(count))
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:

@@ -78,7 +78,7 @@ def test_counters_and_remarks_start_over_in_each_case(ranks):
 
 
 def _measure_long():
-    """Return the seconds that the case may measure, and spend them."""
+    """Return whether the case may measure for as long as a process, and spend that time."""
     from ovpatch.overlap.kernels.autotuner import BUDGET
 
     found = BUDGET.seconds_left()

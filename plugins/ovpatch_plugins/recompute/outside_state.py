@@ -37,13 +37,9 @@ _MOST_OBJECTS: Final = 2000
 _MOST_ITEMS: Final = 1000
 
 
-def search_outside(modules: Sequence[nn.Module]) -> tuple[list[Any], list[NumberPlace]]:
-    """Return the generators and the places of numbers to which the code of some modules leads.
-
-    The modules' own attributes are not among them.
-    """
-    search = _Search(modules)
-    return list(search.generators.values()), search.list_places()
+def find_generators(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the generators to which the code of some modules leads, but not the modules' own attributes."""
+    return list(_Search(modules).generators.values())
 
 
 class _Names(NamedTuple):
@@ -89,9 +85,8 @@ class _Search:
         self._names = {"forward", *_IMPLICIT}
         # The objects that were visited, by identity. They stay alive, so identities differ.
         self._visited: dict[int, Any] = {id(module): module for module in modules}
-        # The attributes of classes, objects and modules of Python that were visited, with the class or the
-        # dictionary that holds them.
-        self._scopes: list[tuple[Any, Mapping[str, Any]]] = []
+        # The attributes of classes, objects and modules of Python that were visited.
+        self._scopes: list[Mapping[str, Any]] = []
         # The lists, dictionaries and variables of closures that were visited, by identity.
         self._containers: dict[int, NumberPlace] = {}
         # The global variables that functions name, by the identity of the dictionary that holds them.
@@ -108,7 +103,7 @@ class _Search:
         before, now = -1, 0
         while before < now:
             before = now
-            for values in [*own, *(values for _, values in self._scopes)]:
+            for values in [*own, *self._scopes]:
                 self._visit_all(map(values.get, self._names.intersection(values)))
             now = len(self._visited) + len(self._names)
         for found in (self.generators, self._containers):
@@ -119,7 +114,7 @@ class _Search:
         """Return the places of numbers that the code may write to."""
         return [
             *(NumberPlace(values, names) for values, names in self._globals.values()),
-            *(NumberPlace(owner, self._names) for owner, _ in self._scopes),
+            *(NumberPlace(values, self._names) for values in self._scopes),
             *self._containers.values(),
         ]
 
@@ -175,7 +170,7 @@ class _Search:
 
     def _add_scope(self, owner: object, values: Mapping[str, Any]) -> None:
         self._visited[id(owner)] = owner
-        self._scopes.append((owner if isinstance(owner, type) else values, values))
+        self._scopes.append(values)
 
 
 def _read_closure(function: FunctionType) -> Collection[Any]:
@@ -221,8 +216,8 @@ class NumberPlace(NamedTuple):
     """A place that may hold numbers.
 
     Attributes:
-        owner: A dictionary, a list, a class, or the cell of a closure's variable.
-        names: The keys or attributes that are read, or the name of the variable; None for all keys.
+        owner: A mapping, such as the attributes of an object, a list, or the cell of a closure's variable.
+        names: The keys that are read, or the name of the variable; None for all keys.
     """
 
     owner: Any
@@ -237,7 +232,7 @@ class NumberPlace(NamedTuple):
             items = dict(enumerate(owner))
         else:
             # Another thread may add an item while this one looks for numbers, so it looks in a copy.
-            items = dict(vars(owner) if isinstance(owner, type) else owner)
+            items = dict(owner)
         keys = items if names is None else items.keys() & names
         # Flags are bool.
         return {key: items[key] for key in keys if type(items[key]) in (int, float)}
@@ -251,7 +246,7 @@ class OutsideNumbers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._before = [(place, place.read()) for place in search_outside(modules)[1]]
+        self._before = [(place, place.read()) for place in _Search(modules).list_places()]
 
     def find_changed(self) -> str:
         """Return the name of a number that has changed, in words; "" if none has."""

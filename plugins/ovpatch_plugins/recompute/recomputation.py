@@ -33,7 +33,7 @@ from ovpatch_plugins.recompute.forward_state import (
     RandomState,
     find_tensors,
 )
-from ovpatch_plugins.recompute.outside_state import OutsideNumbers, search_outside
+from ovpatch_plugins.recompute.outside_state import OutsideNumbers, find_generators
 from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
@@ -150,7 +150,7 @@ class Recomputation:
         generators += self._state.generators
         # Code that leads to no generator is read again in few calls.
         is_searched = is_power_of_two or kept.get(_NAMES_GENERATORS)
-        outside = search_outside(modules)[0] if is_searched else []
+        outside = find_generators(modules) if is_searched else []
         kept[_NAMES_GENERATORS] = bool(outside)
         self._watches_numbers = is_power_of_two
         self._random = RandomState(

@@ -152,9 +152,9 @@ def test_state_out_of_reach_is_an_error(ranks: Any) -> None:
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
 
 
-def _notify(parts: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
+def _collect_warnings() -> dict[str, tuple[int, list[str]]]:
     found = {}
-    for name, part in parts.items():
+    for name, part in (NOTIFIED | UNNOTIFIED).items():
         stock = train([[nn.SiLU, part]] * 2)
         with (
             ovpatch.applied("recompute", options=BLOCKS),
@@ -170,12 +170,8 @@ def _notify(parts: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
     return found
 
 
-def _notify_all() -> dict[str, tuple[int, list[str]]]:
-    return _notify(NOTIFIED | UNNOTIFIED)
-
-
 def test_a_number_that_is_counted_twice_gives_a_warning(ranks: Any) -> None:
-    (found,) = ranks(1)(_notify_all)
+    (found,) = ranks(1)(_collect_warnings)
     for name, (changed, texts) in found.items():
         assert changed == 0, name
         if name in UNNOTIFIED:
